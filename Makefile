@@ -1,0 +1,40 @@
+# Everything runs in the project's own virtual environment, which the first target makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup check test demo bench chaos format clean
+
+setup: $(READY)
+
+# torch first and alone: anything that depends on it would otherwise choose a newer one, with gigabytes of CUDA
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+check: setup
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+bench: setup
+	$(BIN)/python bench/data_parallel.py
+
+chaos: setup
+	$(BIN)/python bench/chaos.py --kills 500
+
+format: setup
+	$(BIN)/ruff format src tests bench examples
+	$(BIN)/ruff check --fix src tests bench examples
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info bench/out

@@ -1,0 +1,355 @@
+"""The workers of one host: started, listened to, judged, replaced as the world demands, and ended.
+
+The crew turns what it sees into membership events and acts on the worlds it is given.
+It decides nothing about membership.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ..events import EventLog
+from ..wire import Frame
+from . import kv
+from .health import Limits
+from .hearing import ending, hear
+from .join import Site
+from .link import Link, LinkServer, group_of
+from .logs import Logs
+from .membership import Event, Lost, Suspect
+from .options import RunOptions, StartError
+from .process import Process
+from .spares import SparePool
+from .store import StoreLost
+from .told import assign_frame, world_frame
+from .watch import Watch
+from .worker import Environment, Worker
+from .world import Phase, World
+
+_REFILL_AFTER_S = 5.0
+_LAST_WORDS_S = 0.5
+_LAST_WORDS_OF_THE_KILLED_S = 0.05
+_SUSPECT_HOLD_S = 0.2
+_AFTER_RAISING_S = 10.0
+_KILLED_S = 5.0
+
+Report = Callable[[Event, bytes | None], None]
+
+
+class Crew:
+    """One host's workers and spares. ``report`` takes events in order, with a set-up record where there is one."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        site: Site,
+        shared_dir: Path,
+        log: EventLog,
+        say: Callable[[str], None],
+        report: Report,
+    ) -> None:
+        self._options = options
+        self._site = site
+        self._log = log
+        self._say = say
+        self._report = report
+        self._logs = Logs(options, site.run_id, site.ranks[0])
+        self._server = LinkServer(shared_dir / "agent.sock", options.token, self)
+        self._env = Environment(options, site, self._server.path, shared_dir)
+        self._spares = SparePool(options.spares, self._start_spare, say)
+        self._workers: dict[int, Worker] = {}
+        self._by_link: dict[Link, Worker] = {}
+        self._alive: set[Worker] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._world: World | None = None
+        self._ending = False
+        self._setup_t = time.monotonic()
+        limits = Limits(dead_after_s=options.dead_after_s, stuck_after_s=options.stuck_after_s)
+        self.watch = Watch(limits, self._accountable, self._kill)
+        self.how: dict[int, str] = {}
+
+    async def start(self) -> None:
+        """Listen for workers. They are started by the first world."""
+        await self._server.start()
+
+    # ------------------------------------------------------------------ what the world demands
+
+    def follow(self, world: World) -> None:
+        """Tell the workers of a new world, and replace those that it counts as lost."""
+        previous, self._world = self._world, world
+        now = time.monotonic()
+        reconnecting = previous is None or previous.generation != world.generation
+        if reconnecting:
+            for worker in self._workers.values():
+                worker.attempt_t = worker.progress_t = now
+                worker.finished = False
+        if previous is not None and previous.phase is Phase.SETUP and world.phase is Phase.TRAINING:
+            self.watch.set_up_in(now - self._setup_t)
+        for worker in self._workers.values():
+            self._tell(worker)
+        if world.over or self._ending:
+            return
+        for rank in self._site.ranks:
+            held = self._workers.get(rank)
+            if held is None or held.incarnation < world.incarnation[rank]:
+                self.how[rank] = self._fill(rank, world)
+        if world.phase is Phase.SETUP:
+            if reconnecting:
+                self._setup_t = now
+            return
+        if len(world.holders) == world.world_size:
+            self._spares.refill()
+        elif reconnecting:
+            self._refill_later()
+
+    def _tell(self, worker: Worker) -> None:
+        world = self._world
+        if world is None or worker.link is None or not worker.assigned:
+            return
+        worker.link.send(world_frame(world, self.watch.setup_deadline_s))
+
+    def _fill(self, rank: int, world: World) -> str:
+        """Give the rank to a new process; return in words which."""
+        old = self._workers.pop(rank, None)
+        if old is not None:
+            old.process.kill()
+        replacement = world.phase is Phase.TRAINING
+        incarnation = world.incarnation[rank]
+        if not replacement:
+            with contextlib.suppress(FileNotFoundError):
+                self._env.small_state_path(rank).unlink()
+        spare = self._spares.take() if replacement else None
+        if spare is not None:
+            spare.rank, spare.incarnation, spare.replacement = rank, incarnation, True
+            spare.attempt_t = time.monotonic()
+            self._workers[rank] = spare
+            self._log.append("spare_assigned", rank=rank, pid=spare.process.pid, incarnation=incarnation)
+            if spare.link is None:
+                return "a spare that is starting takes over"
+            self._spawn_task(self._assign(spare))
+            return "spare takes over"
+        return self._fill_afresh(rank)
+
+    def _fill_afresh(self, rank: int) -> str:
+        assert self._world is not None
+        incarnation = self._world.incarnation[rank]
+        worker = Worker(rank, incarnation, replacement=self._world.phase is Phase.TRAINING)
+        paths = self._logs.paths(rank - self._site.ranks[0], incarnation)
+        env = self._env.complete(self._env.of_rank(rank, incarnation, paths.error_file))
+        worker.paths = paths
+        self._start(worker, env, stdout=paths.stdout, stderr=paths.stderr)
+        self._workers[rank] = worker
+        self._log.append("worker_started", rank=rank, pid=worker.process.pid, incarnation=incarnation)
+        return "a new process takes over"
+
+    async def _assign(self, worker: Worker) -> None:
+        rank = worker.rank
+        assert rank is not None and self._world is not None
+        record = await self._site.store.get(f"setup/{rank}") if worker.replacement else None
+        if worker.link is None or self._workers.get(rank) is not worker:
+            return
+        if worker.paths is None:
+            worker.paths = self._logs.paths(rank - self._site.ranks[0], worker.incarnation)
+        head = assign_frame(worker, self._site, self._env, self._world.generation)
+        limits = {"dead_after_s": self._options.dead_after_s, "setup_deadline_s": self.watch.setup_deadline_s}
+        worker.link.send({**head, **limits}, b"" if record is None else record.value)
+        worker.assigned = True
+        if worker.replacement:
+            self._log.append("replacement_ready", rank=rank, pid=worker.pid, generation=self._world.generation)
+        worker.heard(time.monotonic())
+        self._tell(worker)
+
+    # ------------------------------------------------------------------ spares
+
+    def _start_spare(self) -> Worker:
+        worker = Worker(spare=True)
+        self._start(worker, self._env.complete(self._env.of_spare()), capture_stderr=True)
+        return worker
+
+    def _start(self, worker: Worker, env: dict[str, str], **streams: Any) -> None:
+        command = self._options.command
+        try:
+            worker.process = Process(command, env, lambda _: self._exited(worker), **streams)
+        except OSError as error:
+            raise StartError(f"cannot execute {command[0]}: {error.strerror}") from None
+        self._alive.add(worker)
+
+    def _refill_later(self) -> None:
+        def refill() -> None:
+            if not self._ending and self._world is not None and self._world.phase is Phase.TRAINING:
+                self._spares.refill()
+
+        # while ranks are missing it waits as long as their set-up may take, or it would slow them down
+        asyncio.get_running_loop().call_later(max(_REFILL_AFTER_S, self.watch.first_setup_s), refill)
+
+    # ------------------------------------------------------------------ what the workers say
+
+    def on_hello(self, link: Link, head: dict[str, Any]) -> bool:
+        """Find the process behind a new link; a forked child of a worker is not taken for the worker itself."""
+        group = group_of(link.peer_pid)
+        worker = next((one for one in self._alive if one.process.pid == group and one.link is None), None)
+        if worker is None or self._ending or (worker.rank is not None and self._workers.get(worker.rank) is not worker):
+            return False
+        worker.link, worker.pid = link, link.peer_pid
+        worker.heard(time.monotonic())
+        self._by_link[link] = worker
+        if worker.rank is None:
+            self._spares.arrived(worker)
+            self._log.append("spare_ready", pid=worker.pid)
+        else:
+            self._spawn_task(self._assign(worker))
+        return True
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Take in one frame. Those of a process that was replaced meanwhile are fenced by its incarnation."""
+        worker, head, t = self._by_link[link], frame.head, time.time()
+        rank = worker.rank
+        if head["type"] == "heartbeat":
+            worker.heartbeat(head, time.monotonic())
+            return
+        if rank is None:
+            return
+        match head["type"]:
+            case "event":
+                fields = {name: value for name, value in head.items() if name not in ("type", "run", "node")}
+                self._log.append(**{"event": "unnamed", **fields, "rank": rank})
+            case "store":
+                self._spawn_task(self._serve(link, frame))
+            case "kv_purge":
+                self._spawn_task(kv.purge(self._site.store, str(head["prefix"])))
+            case "suspect":
+                self._log.append("suspect", rank=rank, generation=head["generation"], why=head.get("why"))
+                self._spawn_task(self._suspect(worker, int(head["generation"]), str(head.get("why"))))
+            case _:
+                heard = hear(worker, frame, time.monotonic(), t)
+                if head["type"] in ("setup_done", "finished", "raised"):
+                    told = {name: value for name, value in head.items() if name != "type"}
+                    self._log.append(head["type"], **{**told, "rank": rank, "incarnation": worker.incarnation})
+                if heard is not None:
+                    self._report(heard.event, heard.record)
+                elif worker.raised is not None:
+                    self._must_end(worker, "raised an exception but did not end", _AFTER_RAISING_S)
+
+    def on_malformed(self, link: Link, error: Exception) -> None:
+        """What speaks another protocol than ours cannot take part."""
+        self._kill(self._by_link[link], f"sent what no worker would send: {error}")
+
+    def on_closed(self, link: Link) -> None:
+        """A worker whose link is gone must end soon, or it is ended: nothing can be told to it any more."""
+        worker = self._by_link.pop(link)
+        self._must_end(worker, "closed its connection to the agent but did not end", self._options.dead_after_s)
+
+    def _must_end(self, worker: Worker, why: str, patience_s: float) -> None:
+        def check() -> None:
+            if self._world is None or not self._world.all_finished:
+                self._kill(worker, why)
+
+        if not worker.process.gone.is_set():
+            asyncio.get_running_loop().call_later(patience_s, check)
+
+    async def _serve(self, link: Link, frame: Frame) -> None:
+        link.send_bytes(await kv.answer(self._site.store, frame))
+
+    async def _suspect(self, worker: Worker, generation: int, why: str) -> None:
+        # mostly somebody did die and his own agent is about to say so: then this one costs no generation of its own
+        await asyncio.sleep(_SUSPECT_HOLD_S)
+        if worker.rank is not None and self._world is not None and self._world.generation == generation:
+            self._report(Suspect(worker.rank, worker.incarnation, generation, why, time.time()), None)
+
+    # ------------------------------------------------------------------ how they end
+
+    def _exited(self, worker: Worker) -> None:
+        t = time.time()
+        self._alive.discard(worker)
+        if self._ending:
+            return
+        if worker.rank is None:
+            if self._spares.exited(worker):
+                self._refill_later()
+        elif self._workers.get(worker.rank) is not worker:
+            return
+        elif worker.spare and worker.link is None and not worker.killed_because:
+            # it was given the rank while it started and never got there: nobody built on it, so no generation is lost
+            self._spares.failed(worker)
+            how = self._fill_afresh(worker.rank)
+            self._say(f"rank {worker.rank}: the spare ended ({worker.why}) while it started, {how}")
+        else:
+            self._spawn_task(self._ended(worker, t))
+
+    async def _ended(self, worker: Worker, t: float) -> None:
+        """Report the end of a worker, after its last words: they are in the socket already."""
+        if worker.link is not None:
+            code = worker.process.returncode
+            patience_s = _LAST_WORDS_S if code is not None and code >= 0 else _LAST_WORDS_OF_THE_KILLED_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.link.closed.wait(), patience_s)
+        end = ending(worker, t)
+        if isinstance(end, Lost):
+            self._log.append(
+                "worker_lost",
+                rank=worker.rank,
+                why=worker.why,
+                pid=worker.process.pid,
+                incarnation=worker.incarnation,
+                step=end.workers[0].step,
+                t_noticed=t,
+            )
+        self._report(end, None)
+        if worker.paths is not None:
+            await asyncio.to_thread(self._logs.retire, worker.paths)
+
+    def _kill(self, worker: Worker, why: str) -> None:
+        if worker.process.gone.is_set() or worker.killed_because:
+            return
+        worker.killed_because = why
+        worker.process.kill()
+        asyncio.get_running_loop().call_later(_KILLED_S, worker.process.abandon)
+
+    def _accountable(self) -> list[Worker]:
+        """Who must show signs of life. After the last step nobody: what comes then is the user's own."""
+        over = self._world is None or self._world.all_finished or self._ending
+        return [] if over else list(self._workers.values())
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        """Ask all processes to end, then make them: SIGTERM, a grace that ``hurry`` cuts short, SIGKILL."""
+        self._ending = True
+        for worker in self._spares.workers:
+            worker.process.kill()
+        remaining = list(self._alive)
+        for worker in remaining:
+            worker.process.signal_group(signal.SIGTERM)
+            worker.process.signal_group(signal.SIGCONT)
+        everyone = asyncio.gather(*(worker.process.gone.wait() for worker in remaining))
+        waits: set[asyncio.Future[Any]] = {everyone, asyncio.ensure_future(hurry.wait())}
+        _, pending = await asyncio.wait(waits, timeout=self._options.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for worker in remaining:
+            worker.process.kill()
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(everyone, _KILLED_S)
+        for future in pending:
+            future.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.close()
+        await asyncio.to_thread(self._logs.stop)
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except StoreLost:
+                pass  # the agent learns it by its watch on the world, and ends
+            except Exception as error:  # noqa: BLE001  the agent's handler ends the run: nothing may fail unseen
+                loop.call_exception_handler({"message": "a task of the crew failed", "exception": error})
+
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

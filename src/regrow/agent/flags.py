@@ -1,0 +1,233 @@
+"""The command line of ``regrow run``: torchrun's own parser and our flags; each limit is said in one sentence.
+
+This is the one place that reads the agent's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.run import determine_local_world_size, get_args_parser
+
+from .options import RunOptions
+
+_REFUSED = {
+    "run_path": "--run-path is not supported: give the script itself",
+    "logs_specs": "--logs-specs is not supported: use --log-dir, --redirects and --tee",
+    "numa_binding": "--numa-binding is not supported: start the workers under numactl with --no-python",
+    "virtual_local_rank": "--virtual-local-rank is not supported: choose the device by LOCAL_RANK",
+    "duplicate_stdout_filters": "--duplicate-stdout-filters is not supported: use --tee",
+    "duplicate_stderr_filters": "--duplicate-stderr-filters is not supported: use --tee",
+    "signals_to_handle": "--signals-to-handle is not supported: SIGTERM, SIGINT and SIGHUP end the job",
+    "event_log_handler": "--event-log-handler is not supported: read events.*.jsonl in --log-dir",
+    "start_method": "--start-method is not supported: workers are processes of their own",
+}
+_DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5}
+_C10D_PORT = 29400
+_STATIC_PORT = 29500
+_SIOCGIFADDR = 0x8915
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser extended by regrow's flags."""
+    made = get_args_parser()
+    made.prog = "regrow run"
+    made.usage = "regrow run [options] training_script [its arguments]"
+    made.description = "Start a training script on this host; replace only the workers that die."
+    made.set_defaults(**{name: value for name, value in _DEFAULTS.items() if f"PET_{name.upper()}" not in os.environ})
+    ours = made.add_argument_group("regrow")
+    ours.add_argument("--spares", type=int, default=0, metavar="N", help="Warm standby processes on this node.")
+    ours.add_argument(
+        "--dead-after",
+        "--dead_after",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="A silent worker is dead after S seconds.",
+    )
+    ours.add_argument(
+        "--stuck-after",
+        "--stuck_after",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="A worker that makes no progress, though it does not wait for others, is replaced after S seconds.",
+    )
+    ours.add_argument("--host-addr", "--host_addr", metavar="ADDR", help="Address at which other hosts reach this one.")
+    ours.add_argument("--interface", metavar="NAME", help="Network interface whose address other hosts can reach.")
+    ours.add_argument(
+        "--token-file", "--token_file", metavar="FILE", help="File with the run's secret (instead of REGROW_TOKEN)."
+    )
+    ours.add_argument("--inject", metavar="SPEC", help="Faults to inject, for tests (becomes REGROW_FAULTS).")
+    return made
+
+
+def parse(argv: list[str]) -> RunOptions:
+    """Return the checked options; what the user got wrong ends in one sentence on stderr and exit code 2."""
+    made = parser()
+    args = made.parse_args(argv)
+    for name, sentence in _REFUSED.items():
+        if getattr(args, name) != made.get_default(name):
+            made.error(sentence)
+    if args.monitor_interval != made.get_default("monitor_interval"):
+        print("regrow run: --monitor-interval has no effect: deaths are noticed at once", file=sys.stderr)
+    try:
+        return _options(args)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
+
+
+def _options(args: argparse.Namespace) -> RunOptions:
+    nnodes = _nnodes(args.nnodes)
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: static and c10d are")
+    try:
+        nproc = determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--nproc-per-node: {error}") from None
+    if args.standalone and nnodes > 1:
+        raise ValueError(f"--standalone is for one node, got --nnodes {args.nnodes}")
+    try:
+        conf = _parse_rendezvous_config(args.rdzv_conf)
+        join_timeout_s = float(conf.pop("join_timeout", 300.0))
+        node_rank = conf.pop("rank", args.node_rank)
+    except ValueError as error:
+        raise ValueError(f"--rdzv-conf: {error}") from None
+    for flag in ("redirects", "tee"):
+        try:
+            Std.from_str(getattr(args, flag))
+        except ValueError as error:
+            raise ValueError(f"--{flag}: {error}") from None
+    options = RunOptions(
+        command=_command(args),
+        token=_token(args, nnodes),
+        log_dir=Path(),
+        nproc=nproc,
+        nnodes=nnodes,
+        node_rank=None if node_rank is None else int(node_rank),
+        endpoint=_endpoint(args) if nnodes > 1 else None,
+        join_timeout_s=join_timeout_s,
+        run_id="" if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
+        role=args.role,
+        max_restarts=args.max_restarts,
+        spares=args.spares,
+        dead_after_s=args.dead_after,
+        stuck_after_s=args.stuck_after,
+        grace_s=float(args.shutdown_timeout),
+        redirects=args.redirects,
+        tee=args.tee,
+        local_ranks=_local_ranks(args.local_ranks_filter),
+        host_addr=_host_addr(args),
+        master_port=None if args.standalone else _master_port(args),
+        faults=args.inject,
+    )
+    return replace(options, log_dir=_log_dir(args.log_dir))  # made last: nothing is left behind by a wrong command line
+
+
+def _nnodes(text: str) -> int:
+    low, _, high = text.partition(":")
+    try:
+        fewest, most = int(low), int(high or low)
+    except ValueError:
+        raise ValueError(f"--nnodes must be N or MIN:MAX, got {text!r}") from None
+    if fewest != most:
+        raise ValueError(f"--nnodes {text}: the number of nodes cannot change during a run, give MIN equal to MAX")
+    return fewest
+
+
+def _command(args: argparse.Namespace) -> tuple[str, ...]:
+    script, rest = args.training_script, tuple(args.training_script_args)
+    if args.no_python:
+        if args.module:
+            raise ValueError("--no-python and --module cannot be used together")
+        if shutil.which(script) is None:
+            raise ValueError(f"cannot execute {script!r}: no such program")
+        return (script, *rest)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if args.module:
+        return (python, "-u", "-m", script, *rest)
+    if not Path(script).exists():
+        raise ValueError(f"no such script: {script}")
+    return (python, "-u", script, *rest)
+
+
+def _token(args: argparse.Namespace, nnodes: int) -> str:
+    if args.token_file is not None:
+        token = Path(args.token_file).read_text(encoding="utf-8").strip()
+        if not token:
+            raise ValueError(f"--token-file {args.token_file} is empty")
+        return token
+    token = os.environ.get("REGROW_TOKEN", "")
+    if token:
+        return token
+    if nnodes > 1:
+        raise ValueError(
+            "with more than one node every agent needs the same secret: set REGROW_TOKEN or give --token-file"
+        )
+    return secrets.token_hex(16)
+
+
+def _log_dir(given: str | None) -> Path:
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix="regrow_logs_"))
+    path = Path(given)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--log-dir {given} is not a directory")
+    path.mkdir(parents=True, exist_ok=True)
+    return path.absolute()
+
+
+def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
+    if not args.rdzv_endpoint:
+        return args.master_addr.strip("[]"), _STATIC_PORT if args.master_port is None else args.master_port
+    host, colon, port = args.rdzv_endpoint.rpartition(":")
+    if not colon or args.rdzv_endpoint.endswith("]"):
+        host, port = args.rdzv_endpoint, str(_C10D_PORT)
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"--rdzv-endpoint must be HOST:PORT with a port that all nodes know, got {args.rdzv_endpoint!r}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _master_port(args: argparse.Namespace) -> int | None:
+    port: Any = args.master_port
+    if port is None and args.rdzv_endpoint:
+        text = args.rdzv_endpoint.rpartition(":")[2]
+        port = int(text) if text.isdigit() else None
+    if port is not None and not 0 <= port < 65536:
+        raise ValueError(f"--master-port must lie between 0 and 65535, got {port}")
+    return port or None
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--local-ranks-filter must be a list like 0,1,2, got {text!r}") from None
+
+
+def _host_addr(args: argparse.Namespace) -> str | None:
+    if args.host_addr is not None or args.interface is None:
+        return args.host_addr if args.host_addr is not None else args.local_addr
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", args.interface.encode()[:15]))
+        except OSError as error:
+            raise ValueError(f"--interface {args.interface} has no IPv4 address: {error.strerror}") from None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,60 @@
+"""What one ``regrow run`` was asked to do: checked once, then frozen."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class StartError(Exception):
+    """The run cannot start; the message is the one sentence that the user gets to see."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The command line of ``regrow run`` in the agent's own terms. ``ValueError`` explains what cannot be."""
+
+    command: tuple[str, ...]
+    token: str
+    log_dir: Path
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: tuple[str, int] | None = None
+    join_timeout_s: float = 300.0
+    run_id: str = ""
+    role: str = "default"
+    max_restarts: int = 100
+    spares: int = 0
+    dead_after_s: float = 5.0
+    stuck_after_s: float = 600.0
+    grace_s: float = 5.0
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks: frozenset[int] | None = None
+    host_addr: str | None = None
+    master_port: int | None = None
+    faults: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise ValueError(f"--nproc-per-node must be at least 1, got {self.nproc}")
+        if self.nnodes < 1:
+            raise ValueError(f"--nnodes must be at least 1, got {self.nnodes}")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
+        if self.max_restarts < 0:
+            raise ValueError(f"--max-restarts must not be negative, got {self.max_restarts}")
+        if self.spares < 0:
+            raise ValueError(f"--spares must not be negative, got {self.spares}")
+        for flag, seconds in (("--dead-after", self.dead_after_s), ("--stuck-after", self.stuck_after_s)):
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"{flag} must be a positive number of seconds, got {seconds}")
+        if self.stuck_after_s < self.dead_after_s:
+            raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
+        if not (math.isfinite(self.join_timeout_s) and self.join_timeout_s > 0):
+            raise ValueError(f"join_timeout must be a positive number of seconds, got {self.join_timeout_s}")
+        if self.run_id and not re.fullmatch(r"[\w.:@+-]{1,100}", self.run_id):
+            raise ValueError(f"--rdzv-id may hold letters, digits and . : @ + _ - only, got {self.run_id!r}")

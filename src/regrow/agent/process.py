@@ -1,0 +1,155 @@
+"""One operating-system process of the job: started, watched by pidfd, killed with everything it forked.
+
+It knows nothing of ranks, generations or frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process:
+    """A child in a session of its own, killed by the kernel if this process dies.
+
+    ``on_exit(process)`` is called once, in the event loop, as soon as it is gone. With ``capture_stderr`` what it
+    writes there passes through to our stderr and ``last_line`` keeps the newest line.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        on_exit: Callable[[Process], None],
+        *,
+        stdout: str = "",
+        stderr: str = "",
+        capture_stderr: bool = False,
+    ) -> None:
+        parent = os.getpid()
+        prctl = _libc.prctl
+
+        def before_exec() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before the prctl: nobody would kill us any more
+                os._exit(1)
+
+        self.last_line = ""
+        self.started_t = time.monotonic()
+        self._on_exit = on_exit
+        with contextlib.ExitStack() as files:
+            out = files.enter_context(Path(stdout).open("ab")) if stdout else None
+            err: object = files.enter_context(Path(stderr).open("ab")) if stderr else None
+            if capture_stderr:
+                err = subprocess.PIPE
+            self._popen = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,  # type: ignore[call-overload]
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        self.pid: int = self._popen.pid
+        self.returncode: int | None = None
+        self.gone = asyncio.Event()
+        self._pidfd: int | None = os.pidfd_open(self.pid)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, self._exited)
+        if self._popen.stderr is not None:
+            os.set_blocking(self._popen.stderr.fileno(), False)
+            loop.add_reader(self._popen.stderr.fileno(), self._pass_stderr)
+
+    @property
+    def why(self) -> str:
+        """How it ended, in words."""
+        code = self.returncode
+        if code is None:
+            return "does not end"
+        if code < 0:
+            try:
+                return signal.Signals(-code).name
+            except ValueError:
+                return f"signal {-code}"
+        return f"exit code {code}"
+
+    def signal_group(self, number: int) -> None:
+        """Signal it and everything it forked, unless it has been reaped."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL the whole group."""
+        self.signal_group(signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Treat it as gone although it does not die (it hangs in the kernel); does nothing if it is."""
+        if not self.gone.is_set():
+            self._forget()
+            self._on_exit(self)
+
+    def _exited(self) -> None:
+        # before it is reaped its pid cannot be reused, so the group that dies here is its own: a forked loader process
+        # that lives on would hold its sockets open and hide the death from its peers
+        self.kill()
+        self.returncode = self._popen.wait()
+        self._pass_stderr()
+        self._forget()
+        self._on_exit(self)
+
+    def _forget(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._pidfd is not None:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._close_stderr()
+        self.gone.set()
+
+    def _pass_stderr(self) -> None:
+        pipe = self._popen.stderr
+        if pipe is None or pipe.closed:
+            return
+        try:
+            data = os.read(pipe.fileno(), 1 << 20)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_stderr()
+            return
+        lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+        if lines:
+            self.last_line = lines[-1].strip()
+        with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed: that is not the worker's fault
+            sys.stderr.flush()
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+
+    def _close_stderr(self) -> None:
+        pipe = self._popen.stderr
+        if pipe is not None and not pipe.closed:
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            pipe.close()
+
+
+def cpu_and_state(pid: int) -> tuple[int, str] | None:
+    """Return the clock ticks a process has used and its state letter, or None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
+    return int(fields[11]) + int(fields[12]), fields[0]

@@ -1,0 +1,246 @@
+"""The in-memory store over TCP: node 0's agent serves it, the other agents are clients. Frames as in ``wire``.
+
+The first frame of a connection carries the run's secret; without it the connection is closed. Neither side ever blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ..wire import Frame, encode, read_frame
+from .store import Change, Entry, MemoryStore, StoreLost
+
+_HELLO_DEADLINE_S = 10.0
+
+
+def token_matches(offered: object, token: str) -> bool:
+    """Compare a secret in constant time."""
+    return isinstance(offered, str) and hmac.compare_digest(offered.encode(), token.encode())
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Let the kernel notice a peer whose host vanished: no FIN will ever come from it."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15000)):
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class StoreServer:
+    """Serves a ``MemoryStore``. ``on_gone(node)`` is called when a node that had joined goes without saying goodbye."""
+
+    def __init__(self, store: MemoryStore, token: str, on_gone: Callable[[int], None]) -> None:
+        self._store = store
+        self._token = token
+        self._on_gone = on_gone
+        self._server: asyncio.Server | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port. ``OSError`` if the address cannot be bound."""
+        self._server = await asyncio.start_server(self._accept, host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the clients have gone: they still have to learn how the run ended."""
+        if self._clients:
+            await asyncio.wait(set(self._clients), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Stop listening and drop the clients."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._clients:
+            task.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        keep_alive(writer)
+        watches: dict[int, asyncio.Task[None]] = {}
+        node: int | None = None
+        try:
+            hello = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
+            if hello["type"] != "hello" or not token_matches(hello.get("token"), self._token):
+                writer.write(encode({"type": "refused", "error": "the token is not this run's"}))
+                return
+            writer.write(encode({"type": "welcome"}))
+            while True:
+                frame = await read_frame(reader)
+                match frame.head["type"]:
+                    case "joined":
+                        node = int(frame.head["node"])
+                    case "goodbye":
+                        node = None
+                    case "watch":
+                        number = int(frame.head["id"])
+                        watches[number] = asyncio.create_task(self._feed(writer, number, str(frame.head["prefix"])))
+                    case "unwatch":
+                        if (feed := watches.pop(int(frame.head["id"]), None)) is not None:
+                            feed.cancel()
+                    case _:
+                        writer.write(await self._answer(frame))
+                        await writer.drain()
+        except (EOFError, OSError, TimeoutError, KeyError, ValueError, asyncio.CancelledError):
+            pass  # whatever a client does wrong or however it goes, its connection ends and that is all
+        finally:
+            self._clients.discard(task)
+            for feed in watches.values():
+                feed.cancel()
+            writer.close()
+            if node is not None:
+                self._on_gone(node)
+
+    async def _answer(self, frame: Frame) -> bytes:
+        head, blob = frame
+        reply: dict[str, Any] = {"type": "reply", "id": head["id"]}
+        key = str(head["key"])
+        match head["type"]:
+            case "get":
+                entry = await self._store.get(key)
+                reply["version"] = None if entry is None else entry.version
+                return encode(reply, b"" if entry is None else entry.value)
+            case "put":
+                reply["version"] = await self._store.put(key, blob)
+            case "compare_and_set":
+                reply["version"] = await self._store.compare_and_set(key, int(head["version"]), blob)
+            case "delete":
+                reply["count"] = await self._store.delete(key, prefix=bool(head["prefix"]))
+            case "keys":
+                reply["keys"] = await self._store.keys(key)
+            case other:
+                raise ValueError(f"unknown request {other!r}")
+        return encode(reply)
+
+    async def _feed(self, writer: asyncio.StreamWriter, number: int, prefix: str) -> None:
+        async for change in self._store.watch(prefix):
+            head = {"type": "change", "id": number, "key": change.key, "version": change.version}
+            head["deleted"] = change.value is None
+            writer.write(encode(head, change.value or b""))
+
+
+class TcpStore:
+    """A ``ControlStore`` that lives in another agent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[Frame]] = {}
+        self._watches: dict[int, asyncio.Queue[Change | None]] = {}
+        self._lost = False
+        self._reader_task = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def connect(cls, host: str, port: int, token: str) -> TcpStore:
+        """Connect once. ``OSError`` if nobody answers, ``PermissionError`` if it refuses us."""
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            keep_alive(writer)
+            writer.write(encode({"type": "hello", "role": "agent", "token": token}))
+            answer = await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)
+        except EOFError:
+            writer.close()
+            raise ConnectionError("it closed the connection at once") from None
+        except BaseException:
+            writer.close()
+            raise
+        if answer.head["type"] != "welcome":
+            writer.close()
+            raise PermissionError(str(answer.head.get("error", "it is not a regrow agent")))
+        return cls(reader, writer)
+
+    @property
+    def local_address(self) -> str:
+        """The address of this host that the store's host can reach."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    def joined(self, node: int) -> None:
+        """From now on the server reports it if this connection breaks."""
+        self._writer.write(encode({"type": "joined", "node": node}))
+
+    async def close(self) -> None:
+        """Say goodbye and disconnect."""
+        with contextlib.suppress(OSError):
+            self._writer.write(encode({"type": "goodbye"}))
+            await self._writer.drain()
+        self._reader_task.cancel()
+        self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                frame = await read_frame(reader)
+                number = int(frame.head["id"])
+                if frame.head["type"] == "change":
+                    if (queue := self._watches.get(number)) is not None:
+                        value = None if frame.head["deleted"] else frame.blob
+                        queue.put_nowait(Change(frame.head["key"], value, frame.head["version"]))
+                elif (future := self._replies.pop(number, None)) is not None and not future.done():
+                    future.set_result(frame)
+        except (EOFError, OSError, KeyError, ValueError):
+            pass  # told to everyone who waits, below
+        finally:
+            self._lost = True
+            for future in self._replies.values():
+                if not future.done():
+                    future.set_exception(StoreLost("the connection to node 0 is lost"))
+            for queue in self._watches.values():
+                queue.put_nowait(None)
+
+    async def _ask(self, kind: str, key: str, blob: bytes = b"", **fields: Any) -> Frame:
+        if self._lost:
+            raise StoreLost("the connection to node 0 is lost")
+        number = next(self._numbers)
+        future = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(encode({"type": kind, "id": number, "key": key, **fields}, blob))
+        try:
+            return await future
+        finally:
+            self._replies.pop(number, None)
+
+    async def get(self, key: str) -> Entry | None:
+        """See ``ControlStore``."""
+        frame = await self._ask("get", key)
+        return None if frame.head["version"] is None else Entry(frame.blob, frame.head["version"])
+
+    async def put(self, key: str, value: bytes) -> int:
+        """See ``ControlStore``."""
+        return int((await self._ask("put", key, value)).head["version"])
+
+    async def compare_and_set(self, key: str, version: int, value: bytes) -> int | None:
+        """See ``ControlStore``."""
+        new: int | None = (await self._ask("compare_and_set", key, value, version=version)).head["version"]
+        return new
+
+    async def delete(self, key: str, *, prefix: bool = False) -> int:
+        """See ``ControlStore``."""
+        return int((await self._ask("delete", key, prefix=prefix)).head["count"])
+
+    async def keys(self, prefix: str) -> list[str]:
+        """See ``ControlStore``."""
+        return [str(key) for key in (await self._ask("keys", prefix)).head["keys"]]
+
+    async def watch(self, prefix: str) -> AsyncIterator[Change]:
+        """See ``ControlStore``."""
+        if self._lost:
+            raise StoreLost("the connection to node 0 is lost")
+        number = next(self._numbers)
+        queue = self._watches[number] = asyncio.Queue()
+        self._writer.write(encode({"type": "watch", "id": number, "prefix": prefix}))
+        try:
+            while (change := await queue.get()) is not None:
+                yield change
+            raise StoreLost("the connection to node 0 is lost")
+        finally:
+            del self._watches[number]
+            if not self._lost:
+                self._writer.write(encode({"type": "unwatch", "id": number}))

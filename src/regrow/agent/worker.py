@@ -1,0 +1,141 @@
+"""What the agent knows of one of its processes: who it is, what it last said, what it needs to be told."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .health import Judgement, Limits, Vitals, judge
+from .join import Site
+from .link import Link
+from .logs import LogPaths
+from .options import RunOptions
+from .process import Process, cpu_and_state
+from .world import Raised
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "ROLE_RANK", "REGROW_INCARNATION")
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that holds a rank, or a spare (``rank`` is None) that may come to hold one."""
+
+    rank: int | None = None
+    incarnation: int = 0
+    replacement: bool = False
+    spare: bool = False
+    process: Process = field(init=False)
+    link: Link | None = None
+    paths: LogPaths | None = None
+    pid: int = 0
+    assigned: bool = False
+    step: int | None = None
+    progress: object = None
+    waiting: bool = False
+    set_up: bool = False
+    resumed: bool = False
+    finished: bool = False
+    raised: Raised | None = None
+    raised_step: int | None = None
+    killed_because: str = ""
+    stopped: bool = False
+    cpu_ticks: int = -1
+    heartbeat_t: float = 0.0
+    cpu_t: float = 0.0
+    progress_t: float = 0.0
+    attempt_t: float = field(default_factory=time.monotonic)
+
+    @property
+    def why(self) -> str:
+        """What ended it, in words."""
+        return self.killed_because or self.process.why
+
+    def heard(self, now: float) -> None:
+        """Any sign at all starts the clocks anew."""
+        self.heartbeat_t = self.cpu_t = self.progress_t = now
+
+    def heartbeat(self, head: dict[str, Any], now: float) -> None:
+        """Take in what a heartbeat tells."""
+        self.heartbeat_t = now
+        self.waiting = bool(head.get("waiting"))
+        progress = (head.get("step"), head.get("ops"))
+        if progress != self.progress or self.waiting:
+            self.progress, self.progress_t = progress, now
+        if isinstance(head.get("step"), int):
+            self.step = head["step"]
+
+    def judge(self, now: float, limits: Limits) -> Judgement:
+        """Look at the process, then at what it said. Set-up may take as long as it likes."""
+        look = cpu_and_state(self.pid)
+        if look is not None:
+            ticks, state = look
+            self.stopped = state in "Tt"
+            if ticks != self.cpu_ticks:
+                self.cpu_ticks, self.cpu_t = ticks, now
+        vitals = Vitals(
+            heartbeat_t=self.heartbeat_t,
+            cpu_t=self.cpu_t,
+            progress_t=self.progress_t if self.set_up else now,
+            waiting=self.waiting or self.finished,
+            stopped=self.stopped,
+        )
+        return judge(now, vitals, limits)
+
+
+class Environment:
+    """The variables that workers and spares start with: torchrun's, and regrow's own."""
+
+    def __init__(self, options: RunOptions, site: Site, socket_path: Path, shared_dir: Path) -> None:
+        self._site = site
+        self._shared_dir = shared_dir
+        self._common = {
+            "GROUP_RANK": str(site.node),
+            "ROLE_NAME": options.role,
+            "LOCAL_WORLD_SIZE": str(options.nproc),
+            "WORLD_SIZE": str(site.world_size),
+            "GROUP_WORLD_SIZE": str(options.nnodes),
+            "ROLE_WORLD_SIZE": str(site.world_size),
+            "MASTER_ADDR": site.master_addr,
+            "MASTER_PORT": str(site.master_port),
+            "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+            "TORCHELASTIC_RUN_ID": site.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "REGROW_AGENT": str(socket_path),
+            "REGROW_TOKEN": options.token,
+            "REGROW_RUN_ID": site.run_id,
+        }
+        if options.nproc > 1:
+            self._common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if options.faults is not None:
+            self._common["REGROW_FAULTS"] = options.faults
+
+    def of_rank(self, rank: int, incarnation: int, error_file: str) -> dict[str, str]:
+        """What a process with this rank must find in its environment, also if it gets the rank only later."""
+        return {
+            **self._common,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self._site.ranks[0]),
+            "ROLE_RANK": str(rank),
+            "TORCHELASTIC_RESTART_COUNT": str(incarnation),
+            "TORCHELASTIC_ERROR_FILE": error_file,
+            "REGROW_ROLE": "worker",
+            "REGROW_INCARNATION": str(incarnation),
+        }
+
+    def of_spare(self) -> dict[str, str]:
+        """What a spare starts with: no rank, not even one inherited from the agent's own environment."""
+        return {**self._common, "TORCHELASTIC_RESTART_COUNT": "0", "REGROW_ROLE": "spare"}
+
+    def small_state_path(self, rank: int) -> Path:
+        """A file in shared memory that only this rank's worker writes and that outlives it."""
+        return self._shared_dir / f"rank{rank}.small"
+
+    @staticmethod
+    def complete(own: dict[str, str]) -> dict[str, str]:
+        """Add what is inherited from the agent."""
+        inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        return {**inherited, **own}

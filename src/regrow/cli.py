@@ -1,0 +1,42 @@
+"""The ``regrow`` command: ``run`` starts a job, ``report`` tells what happened in one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return the exit code (2: the command line is wrong, as argparse has it)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="regrow", description="Distributed training that heals in place.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("run", add_help=False, help="start a training script on this host (torchrun's flags and more)")
+    report = commands.add_parser("report", help="print what failed in a run, what was done, and how long it took")
+    report.add_argument("directory", metavar="DIR", help="the run's log directory")
+    try:
+        if words[:1] == ["run"]:
+            # torch is imported only here: the other commands answer at once
+            from .agent.agent import run
+            from .agent.flags import parse
+
+            return run(parse(words[1:]))
+        args = parser.parse_args(words)
+        if args.command == "report":
+            from .report import print_report
+
+            return print_report(args.directory)
+        parser.print_help()
+    except SystemExit as error:  # argparse's way to end
+        return error.code if isinstance(error.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads our output (head, less) has seen enough
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

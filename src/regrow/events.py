@@ -1,0 +1,45 @@
+"""The record of what happened in a run: one JSON object per line, one file per node.
+
+Every transition is written here by the agents and read from here by the report. Nothing decides anything from it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends events to one node's file. Every line is flushed: the next thing that happens may be the end."""
+
+    def __init__(self, directory: Path, node: int, run_id: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._common = {"run": run_id, "node": node}
+        self._file = (directory / f"events.{node}.jsonl").open("a", encoding="utf-8")
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Write one event; ``t`` (seconds since the epoch) is now unless it is given."""
+        line = {"t": time.time(), "event": event, **self._common, **fields}
+        if not self._file.closed:
+            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        self._file.close()
+
+
+def read(directory: Path | str) -> list[dict[str, Any]]:
+    """Return all nodes' events by time. A last line that was torn by a crash is left out."""
+    events: list[dict[str, Any]] = []
+    for path in sorted(Path(directory).glob("events.*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event and isinstance(event.get("t"), int | float):
+                events.append(event)
+    return sorted(events, key=lambda event: event["t"])

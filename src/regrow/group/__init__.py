@@ -1,0 +1,7 @@
+"""The healing process group: a torch.distributed backend that is aborted and reconnected in place."""
+
+from regrow.group.fabric import Fabric, Mode
+from regrow.group.healing import HealingGroup
+from regrow.group.record import Recorder
+
+__all__ = ["Fabric", "HealingGroup", "Mode", "Recorder"]

@@ -1,0 +1,87 @@
+"""What a plan is made of: frozen data that prints. Nothing here does anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from regrow.ids import Rank, Step
+from regrow.plan.ranges import Indices
+
+
+class Own(StrEnum):
+    """Where a rank takes its own small state from (random numbers, buffers: they differ from rank to rank)."""
+
+    CAPTURED = "captured at the step's start"
+    CURRENT = "as it stands after the finished step"
+    PREDECESSOR = "left by the predecessor at the step's start"
+    PREDECESSOR_LIVE = "left by the predecessor before its last collective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undo:
+    """``rank`` takes back its update of ``params`` and holds them at ``to_step`` again."""
+
+    rank: Rank
+    to_step: Step
+    params: Indices
+    exact: bool
+
+    def __str__(self) -> str:
+        how = "to the very bits" if self.exact else "by arithmetic, within a few ulp"
+        return f"undo     rank {self.rank}: {len(self.params)} parameters back to step {self.to_step}, {how}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """``rank`` receives ``params`` at ``step`` from ``sources``, each a share.
+
+    ``params=None`` is everything: all parameters, optimizer state, and the small state that all ranks share. ``staged``
+    copies go to fresh memory and replace the old state only when whole, since the receiver's state may yet be needed.
+    """
+
+    rank: Rank
+    sources: tuple[Rank, ...]
+    step: Step
+    params: Indices | None
+    staged: bool
+
+    def __str__(self) -> str:
+        what = "everything" if self.params is None else f"{len(self.params)} parameters"
+        who = ", ".join(str(source) for source in self.sources)
+        return f"copy     rank {self.rank}: {what} at step {self.step} from rank{'s' * (len(self.sources) > 1)} {who}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settle:
+    """``rank`` puts its own small state in place and goes on at ``step``."""
+
+    rank: Rank
+    step: Step
+    own: Own
+
+    def __str__(self) -> str:
+        return f"settle   rank {self.rank}: step {self.step}, own random state and buffers {self.own.value}"
+
+
+Action = Undo | Copy | Settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decision for one generation. The same on every rank, since each computes it from the same holdings."""
+
+    step: Step
+    reason: str
+    actions: tuple[Action, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def used_arithmetic_undo(self) -> bool:
+        """Whether some bits may differ from the undisturbed run's."""
+        return any(isinstance(action, Undo) and not action.exact for action in self.actions)
+
+    def lines(self) -> list[str]:
+        """Return the plan as a person reads it."""
+        head = f"go on at step {self.step}: {self.reason}"
+        return [head, *(str(action) for action in self.actions), *(f"warning  {text}" for text in self.warnings)]

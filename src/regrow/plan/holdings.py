@@ -1,0 +1,86 @@
+"""What one rank says it holds when a generation is joined. Plain data: it travels as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.ids import Rank, Step
+from regrow.plan.ranges import Indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """The state of one rank, as far as choosing a recovery needs to know it.
+
+    A parameter stands for itself together with its optimizer state. In the step that was interrupted a survivor may
+    have updated some parameters already: those are at ``step + 1``, all others at ``step``.
+    """
+
+    rank: Rank
+    step: Step | None
+    """Completed steps; ``None`` for a replacement, which holds nothing yet."""
+    params: int
+    """How many parameters there are: must be the same on every rank."""
+    layout: str
+    """Digest of the parameters' names, shapes and types: must be the same on every rank."""
+    updated: Indices = field(default_factory=Indices)
+    """Parameters that the interrupted step has already updated."""
+    undoable: Indices = field(default_factory=Indices)
+    """Those of ``updated`` that can be taken back."""
+    exact: bool = True
+    """Whether taking back gives the very bits."""
+    why_not: str = ""
+    """Why some of ``updated`` cannot be taken back."""
+    steady: bool = True
+    """Whether random state and buffers stayed as they were after the last collective of the last completed step."""
+    own_steps: tuple[Step, ...] = ()
+    """Steps for which this rank's own small state (random numbers, buffers) is at hand."""
+    live_step: Step | None = None
+    """For a replacement: the step within which its predecessor last published its own small state."""
+    state_bytes: int = 0
+    """Size of the parameters and optimizer state."""
+    checksum: int | None = None
+    """Over the parameters, if this rank has updated none of them in the interrupted step."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this is a replacement."""
+        return self.step is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the holding as JSON-able data."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "params": self.params,
+            "layout": self.layout,
+            "updated": self.updated.to_json(),
+            "undoable": self.undoable.to_json(),
+            "exact": self.exact,
+            "why_not": self.why_not,
+            "steady": self.steady,
+            "own_steps": list(self.own_steps),
+            "live_step": self.live_step,
+            "state_bytes": self.state_bytes,
+            "checksum": self.checksum,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Holding:
+        """Read what ``to_json`` gave."""
+        return cls(
+            rank=Rank(value["rank"]),
+            step=None if value["step"] is None else Step(value["step"]),
+            params=value["params"],
+            layout=value["layout"],
+            updated=Indices.from_json(value["updated"]),
+            undoable=Indices.from_json(value["undoable"]),
+            exact=value["exact"],
+            why_not=value["why_not"],
+            steady=value["steady"],
+            own_steps=tuple(Step(step) for step in value["own_steps"]),
+            live_step=None if value["live_step"] is None else Step(value["live_step"]),
+            state_bytes=value["state_bytes"],
+            checksum=value["checksum"],
+        )

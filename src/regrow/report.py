@@ -1,0 +1,197 @@
+"""Tell from a run's events what failed, what was done about it and why, what it moved, and where the time went.
+
+Reads events and nothing else; changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import events
+
+Event = dict[str, Any]
+
+_EARLY_S = 1.0
+_PHASES = ("severed", "replacement ready", "reconnected", "planned", "transferred", "resumed")
+_PHASE_OF = {
+    "woken": "severed",
+    "replacement_ready": "replacement ready",
+    "joined": "reconnected",
+    "plan": "planned",
+    "transferred": "transferred",
+    "resumed": "resumed",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One generation: what began it and when each phase was complete on all ranks (seconds since it was noticed)."""
+
+    generation: int
+    noticed_t: float
+    who: tuple[str, ...]
+    reason: str
+    plan: tuple[str, ...]
+    bytes_in: int
+    transfer_s: float
+    reached_s: dict[str, float]
+    step: int | None
+    ended: str
+
+    @property
+    def total_s(self) -> float | None:
+        """From being noticed until the last rank went on; None if that never came."""
+        return self.reached_s.get("resumed")
+
+
+def failures(run: Iterable[Event]) -> list[Failure]:
+    """Return one ``Failure`` per generation, oldest first."""
+    ordered = list(run)
+    starts = [index for index, event in enumerate(ordered) if event["event"] == "generation"]
+    return [_failure(ordered, index) for index in starts]
+
+
+def _failure(run: list[Event], index: int) -> Failure:
+    start = run[index]
+    generation = start["generation"]
+    lost = start.get("lost") or []
+    noticed_t = min([float(loss["t"]) for loss in lost if "t" in loss], default=float(start["t"]))
+    mine = [event for event in run if event.get("generation") == generation]
+    reached: dict[str, float] = {}
+    for event in mine:
+        phase = _PHASE_OF.get(event["event"])
+        if phase is not None:
+            reached[phase] = max(reached.get(phase, 0.0), float(event["t"]) - noticed_t)
+    for event in run:  # who was woken by the broken connection itself did not know the new generation yet
+        early = event["event"] == "woken" and event.get("generation") == generation - 1
+        if early and float(event["t"]) > noticed_t - _EARLY_S:
+            reached["severed"] = max(reached.get("severed", 0.0), float(event["t"]) - noticed_t)
+    moved = [event for event in mine if event["event"] == "transferred"]
+    who = []
+    for loss in lost:
+        last = [event for event in run if event["event"] == "worker_lost" and event.get("rank") == loss["rank"]]
+        near = min(last, key=lambda event: abs(float(event["t"]) - noticed_t), default={})
+        at = "" if near.get("step") is None else f" at step {near['step']}"
+        who.append(f"rank {loss['rank']} died ({loss['why']}){at}")
+    plan = next((event for event in mine if event["event"] == "plan"), {})
+    steps = [event["step"] for event in mine if event["event"] == "resumed" and event.get("step") is not None]
+    return Failure(
+        generation=generation,
+        noticed_t=noticed_t,
+        who=tuple(who),
+        reason=str(start.get("reason", "")),
+        plan=(*map(str, plan.get("lines", ())), *([f"because {plan['reason']}"] if plan.get("reason") else [])),
+        bytes_in=sum(int(event.get("bytes_in") or 0) for event in moved),
+        transfer_s=max([float(event.get("seconds") or 0.0) for event in moved], default=0.0),
+        reached_s=reached,
+        step=max(steps, default=None),
+        ended=_how_it_ended(run, index, reached),
+    )
+
+
+def _how_it_ended(run: list[Event], index: int, reached: dict[str, float]) -> str:
+    for event in run[index + 1 :]:
+        if event["event"] == "generation" and (
+            "resumed" not in reached or float(run[index]["t"]) + reached["resumed"] > float(event["t"])
+        ):
+            return f"overtaken by generation {event['generation']}"
+        if event["event"] == "failed" and "resumed" not in reached:
+            return f"the run failed: {event.get('reason', '')}"
+    return "" if "resumed" in reached else "nobody said that it went on"
+
+
+def render(run: list[Event]) -> str:
+    """Return the report on one run."""
+    first = run[0]
+    began = next((event for event in run if event["event"] == "run_started"), first)
+    ended = next((event for event in reversed(run) if event["event"] in ("done", "failed")), None)
+    size = f", {_count(began['world_size'], 'worker')}" if "world_size" in began else ""
+    lines = [f"run {first.get('run', '?')}{size}, started {_date(began['t'])}"]
+    found = failures(run)
+    for failure in found:
+        lines += ["", *_block(failure)]
+    healed = [failure.total_s for failure in found if failure.total_s is not None and not failure.ended]
+    replaced = sum(len(failure.who) for failure in found)
+    lines.append("")
+    lines.append(
+        f"{_count(len(found), 'failure')}, {_count(replaced, 'worker')} lost, healed {_count(len(healed), 'time')}"
+    )
+    if healed:
+        lines.append(
+            f"time until training went on: {sum(healed):.3f} s in all, "
+            f"{sum(healed) / len(healed):.3f} s on average, {max(healed):.3f} s at most"
+        )
+    lines.append(f"moved in all: {_bytes(sum(failure.bytes_in for failure in found))}")
+    if ended is None:
+        lines.append("the run has no end: it goes on, or its agent was killed")
+    else:
+        took = float(ended["t"]) - float(began["t"])
+        lines.append(f"{ended['event']} after {took:.1f} s: {ended.get('reason', '')}")
+    return "\n".join(lines)
+
+
+def _block(failure: Failure) -> list[str]:
+    title = "; ".join(failure.who) if failure.who else "nobody died"
+    lines = [f"generation {failure.generation}: {title}", f"  why      {failure.reason}"]
+    for number, line in enumerate(failure.plan):
+        lines.append(f"  {'plan' if number == 0 else '':8} {line}")
+    speed = f" in {failure.transfer_s:.3f} s" if failure.transfer_s > 0 else ""
+    lines.append(f"  moved    {_bytes(failure.bytes_in)}{speed}")
+    lines.append(f"  {'noticed':18} {_clock(failure.noticed_t)}")
+    before = 0.0
+    for phase in _PHASES:
+        at = failure.reached_s.get(phase)
+        if at is None:
+            lines.append(f"  {phase:18} -")
+            continue
+        lines.append(f"  {phase:18} {max(at - before, 0.0):7.3f} s   (after {at:.3f} s)")
+        before = max(before, at)
+    total = "-" if failure.total_s is None else f"{failure.total_s:7.3f} s"
+    again = "" if failure.step is None or failure.total_s is None else f"   (training went on with step {failure.step})"
+    lines.append(f"  {'total':18} {total}{again}")
+    if failure.ended:
+        lines.append(f"  {failure.ended}")
+    return lines
+
+
+def print_report(directory: Path | str) -> int:
+    """Print the reports on all runs in a log directory; return the exit code."""
+    path = Path(directory)
+    if not path.is_dir():
+        print(f"regrow report: error: {path} is not a directory", file=sys.stderr)
+        return 1
+    found = events.read(path)
+    if not found:
+        print(f"regrow report: error: no events in {path} (give the log directory of a run)", file=sys.stderr)
+        return 1
+    by_run: dict[str, list[Event]] = {}
+    for event in found:
+        by_run.setdefault(str(event.get("run", "?")), []).append(event)
+    print("\n\n".join(render(run) for run in by_run.values()))
+    return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _clock(t: float) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(t))}.{int(t % 1 * 1000):03d}"
+
+
+def _date(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

@@ -1,0 +1,34 @@
+"""Reads the environment, once and in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the launcher told this process."""
+
+    agent: str | None
+    """Path of the agent's socket; ``None`` when the script was not started by ``regrow run``."""
+    token: str
+    spare: bool
+    rank: int | None
+    incarnation: int
+    torchrun: bool
+    """Whether rank and world size are there, so that a process group can be made without an agent."""
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Return what the launcher set."""
+    rank = environ.get("RANK")
+    return Environment(
+        agent=environ.get("REGROW_AGENT"),
+        token=environ.get("REGROW_TOKEN", ""),
+        spare=environ.get("REGROW_ROLE") == "spare",
+        rank=None if rank is None else int(rank),
+        incarnation=int(environ.get("REGROW_INCARNATION", "0")),
+        torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+    )

@@ -1,0 +1,250 @@
+"""Join a generation: reconnect, say what is held, plan, do it, and go on. The same for survivors and replacements.
+
+Every action can be done again: a failure anywhere in here starts over with the next generation, from whatever is held
+by then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regrow import testing
+from regrow.ddp import Buckets
+from regrow.errors import PeerLost, Superseded, Unrecoverable
+from regrow.group import Fabric
+from regrow.ids import Generation, Rank, Step
+from regrow.plan import Copy, Holding, Own, Plan, Settle, Undo, make_plan
+from regrow.run.flow import Flow
+from regrow.run.link import Link
+from regrow.state.registry import Registry
+from regrow.state.slots import Left
+from regrow.state.small import SmallState
+from regrow.updates import Updates
+
+
+class Healer:
+    """Brings this rank to the world's newest generation, with the state that the plan gives it."""
+
+    def __init__(
+        self,
+        *,
+        rank: Rank,
+        link: Link,
+        fabric: Fabric,
+        registry: Registry,
+        small: SmallState,
+        updates: Updates,
+        buckets: list[Buckets],
+        dead_after_s: float,
+        setup_deadline_s: float,
+    ) -> None:
+        self._rank = rank
+        self._link = link
+        self._fabric = fabric
+        self._registry = registry
+        self._small = small
+        self._updates = updates
+        self._buckets = buckets
+        self._dead_after_s = dead_after_s
+        self._setup_deadline_s = setup_deadline_s
+        self._left: Left | None = None
+        self.step: Step | None = Step(0)
+        """Completed steps; ``None`` while this rank is a replacement that holds nothing."""
+
+    def arrive(self, left: Left) -> None:
+        """This is a replacement: it holds nothing but what its predecessor left."""
+        self.step = None
+        self._left = left
+
+    def join(self) -> None:
+        """Join the newest generation; afterwards ``step`` says where to go on."""
+        self._updates.stop()
+        self._abandon_step()
+        while True:
+            generation = self._link.generation
+            try:
+                self._join_once(generation)
+                return
+            except (RuntimeError, TimeoutError) as error:
+                # The traceback holds the group that failed: nothing is waited for inside this block.
+                if not self._may_retry(error, generation):
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            self.wait_for_newer(generation, problem)
+
+    def _may_retry(self, error: Exception, generation: Generation) -> bool:
+        if isinstance(error, Unrecoverable):
+            return False
+        if isinstance(error, (PeerLost, Superseded, TimeoutError)):
+            return True
+        return not self._fabric.intact() or self._link.generation != generation
+
+    def wait_for_newer(self, generation: Generation, problem: str) -> None:
+        """Wait for the generation after a failed one; ask for it when no one else has noticed anything."""
+        newer = self._link.wait_for(lambda world: world.generation > generation, timeout_s=2 * self._dead_after_s)
+        if not newer:
+            self._link.send({"type": "suspect", "generation": generation, "why": problem[:500]})
+            if not self._link.wait_for(lambda world: world.generation > generation, timeout_s=self._setup_deadline_s):
+                raise TimeoutError(f"no new generation after {generation} ({problem})")
+
+    def _abandon_step(self) -> None:
+        """Drop what the interrupted backward left behind: half-reduced gradients, DDP's unfinished reduction."""
+        for param in self._registry.params:
+            param.tensor.grad = None
+        for buckets in self._buckets:
+            buckets.apply(buckets.layout)
+
+    # one generation --------------------------------------------------------------------------------------------------
+
+    def _join_once(self, generation: Generation) -> None:
+        holding = self._holding()  # before the others are waited for: it takes a moment, and a replacement longer
+        self._meet(generation)
+        deadline = time.monotonic() + 30.0
+        self._fabric.reconnect(generation, superseded=lambda: self._link.generation != generation, deadline=deadline)
+        self._event("joined", generation=generation)
+        testing.point("rejoin", self.step)
+        envelopes = self._exchange(holding)
+        self._agree_on_buckets(envelopes)
+        holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
+        plan = make_plan(holdings)
+        self._announce(plan, holdings, generation)
+        self._carry_out(plan, holdings, generation)
+        dist.barrier()
+        if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
+            self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
+        self._link.send({"type": "resumed", "generation": generation, "step": self.step})
+        self._event("resumed", generation=generation, step=self.step)
+
+    def _meet(self, generation: Generation) -> None:
+        """Wait until every rank is there, a replacement through its set-up, before anyone connects to anyone."""
+        key = f"gen{generation}/here/"
+        world = dist.get_world_size()
+        ask = self._link.ask
+        limit = self._setup_deadline_s
+        ask({"type": "store", "op": "set", "key": f"{key}{self._rank}"}, b"1", timeout_s=30.0, current=generation)
+        keys = [f"{key}{rank}" for rank in range(world)]
+        reply = ask(
+            {"type": "store", "op": "wait", "keys": keys, "timeout_s": limit}, timeout_s=limit + 10, current=generation
+        )
+        if not reply.head.get("ok"):
+            raise TimeoutError(f"not every rank came to generation {generation} within {limit:.0f} s")
+
+    def _exchange(self, holding: Holding) -> list[dict[str, Any]]:
+        envelope = {
+            "holding": holding.to_json(),
+            "buckets": [buckets.layout for buckets in self._buckets],
+        }
+        mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
+        world = dist.get_world_size()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+        dist.all_gather(gathered, padded)
+        texts = [bytes(part[: int(size)].tolist()) for part, size in zip(gathered, sizes, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def _holding(self) -> Holding:
+        undoable, exact, why_not = self._updates.undoable()
+        left = self._left
+        return Holding(
+            rank=self._rank,
+            step=self.step,
+            params=len(self._registry.params),
+            layout=self._registry.layout(),
+            updated=self._updates.updated(),
+            undoable=undoable,
+            exact=exact,
+            why_not=why_not,
+            steady=self._small.steady,
+            own_steps=tuple(left.starts) if left is not None else (),
+            live_step=left.live[0] if left is not None and left.live is not None else None,
+            state_bytes=self._registry.state_bytes(),
+            checksum=self._registry.checksum() if self.step is not None and not self._updates.begun else None,
+        )
+
+    def _agree_on_buckets(self, envelopes: list[dict[str, Any]]) -> None:
+        for number, buckets in enumerate(self._buckets):
+            known = [envelope["buckets"][number] for envelope in envelopes if envelope["buckets"][number] is not None]
+            if known and buckets.layout != known[0]:
+                buckets.apply(known[0])
+
+    def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
+        speaker = min(holding.rank for holding in holdings if not holding.fresh)
+        if self._rank != speaker:
+            return
+        lines = plan.lines()
+        self._event("plan", generation=generation, lines=lines, reason=plan.reason, step=plan.step)
+        text = "\n".join(f"[regrow]   {line}" for line in lines)
+        print(f"[regrow] plan for generation {generation}\n{text}", file=sys.stderr, flush=True)
+
+    # the plan, carried out -------------------------------------------------------------------------------------------
+
+    def _carry_out(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
+        began = time.monotonic()
+        fresh = {holding.rank for holding in holdings if holding.fresh}
+        mine = [action for action in plan.actions if not isinstance(action, Copy) and action.rank == self._rank]
+        copies = [action for action in plan.actions if isinstance(action, Copy)]
+        for action in mine:
+            if isinstance(action, Undo):
+                self._updates.undo(action.params)
+        testing.point("before_transfer", plan.step)
+        settle = next(action for action in mine if isinstance(action, Settle))
+        if self._rank not in fresh:
+            self._settle(settle)  # before anything is sent: what survivors share must be as at the step's start
+        flow = Flow(self._fabric.world, self._rank, self._registry, self._small)
+        for phase in (
+            [copy for copy in copies if copy.rank not in fresh],
+            [copy for copy in copies if copy.rank in fresh],
+        ):
+            for copy in flow.run(phase):
+                self._received(copy)
+        if self._rank in fresh:
+            self._settle(settle)
+        testing.point("after_transfer", plan.step)
+        self._event(
+            "transferred",
+            generation=generation,
+            bytes_in=flow.bytes_in,
+            bytes_out=flow.bytes_out,
+            seconds=time.monotonic() - began,
+        )
+
+    def _received(self, copy: Copy) -> None:
+        """A copy to this rank is in place: from now on that is what it holds."""
+        if copy.params is not None:
+            self._updates.forget(copy.params)
+        elif copy.staged:
+            self._updates.complete()
+            self.step = copy.step
+            self._small.capture(copy.step)
+
+    def _settle(self, action: Settle) -> None:
+        match action.own:
+            case Own.CAPTURED:
+                self._small.restore()
+            case Own.CURRENT:
+                pass  # captured when the copy was put in place
+            case Own.PREDECESSOR:
+                assert self._left is not None
+                self._take_over(self._left.starts[action.step], action.step)
+            case Own.PREDECESSOR_LIVE:
+                assert self._left is not None and self._left.live is not None
+                self._take_over(self._left.live[1], action.step)
+
+    def _take_over(self, own: bytes, step: Step) -> None:
+        self._small.load_own(own, cursor=True)
+        self._small.capture(step)
+        self.step = step
+        self._left = None
+
+    def _event(self, name: str, **fields: Any) -> None:
+        self._link.send({"type": "event", "event": name, "t": time.time(), **fields})

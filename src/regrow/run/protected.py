@@ -1,0 +1,292 @@
+"""A run under an agent: steps that are interrupted are healed and yielded again."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from regrow import testing, undo
+from regrow.ddp import Buckets, find_ddp
+from regrow.errors import PeerLost, RegrowError
+from regrow.group import Fabric
+from regrow.ids import Generation, Rank
+from regrow.ids import Step as StepNumber
+from regrow.run.base import Run
+from regrow.run.heal import Healer
+from regrow.run.link import Link
+from regrow.run.step import Step
+from regrow.state.slots import Slots
+from regrow.state.small import SmallState
+from regrow.updates import Updates
+
+_REDUCTIONS_BY_BROADCAST = ("broadcast",)
+
+
+class ProtectedRun(Run):
+    """The run of one rank of a protected world."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        link: Link,
+        fabric: Fabric,
+        replacement: bool,
+        small_state_path: Path,
+        dead_after_s: float,
+        setup_deadline_s: float,
+    ) -> None:
+        super().__init__(rank, world_size)
+        self._link = link
+        self._fabric = fabric
+        self._replacement = replacement
+        self._slots = Slots(small_state_path)
+        self._dead_after_s = dead_after_s
+        self._setup_deadline_s = setup_deadline_s
+        self._in_step = False
+        self._interrupted: str | None = None
+        self._attempt = 0
+        self._waiting = False
+        self._healer: Healer | None = None
+        self._updates: Updates | None = None
+        self._small: SmallState | None = None
+        link.beat = self._beat
+        self._report_own_exceptions()
+
+    @property
+    def generation(self) -> int:
+        """How often the world was reconnected."""
+        return self._fabric.generation
+
+    def _check(self) -> None:
+        for optimizer in self._registry.optimizers.values():
+            undo.check_supported(optimizer)
+        for param in self._registry.params:
+            if isinstance(param.tensor, DTensor):
+                raise ValueError(
+                    f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
+                    "regrow protects data-parallel models (DistributedDataParallel); sharded ones are not supported yet"
+                )
+        if self._wait_free:
+            self._check_wait_free()
+
+    def _check_wait_free(self) -> None:
+        wrapped = [ddp for module in self._registry.modules.values() for ddp in find_ddp(module)]
+        if not wrapped:
+            raise ValueError("protect(wait_free=True) needs a DistributedDataParallel model and its optimizer")
+        if any(ddp.find_unused_parameters for ddp in wrapped):
+            raise ValueError(
+                "protect(wait_free=True): with find_unused_parameters=True it is not known during backward which "
+                "parameters must not be updated; use one or the other"
+            )
+        if any(
+            isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in self._registry.shared.values()
+        ):
+            raise ValueError(
+                "protect(wait_free=True): a GradScaler unscales gradients after backward, when wait-free updates have "
+                "used them already; use one or the other"
+            )
+
+    # the loop --------------------------------------------------------------------------------------------------------
+
+    def steps(self, count: int) -> Iterator[Step]:
+        """Yield the steps 0 to ``count`` - 1; an interrupted one is yielded again."""
+        healer = self._start()
+        assert self._small is not None and self._updates is not None
+        batches = self._batches()
+        for_step = healer.step
+        while True:
+            if self._interrupted is not None or self._link.generation != self._fabric.generation:
+                self._heal(healer)
+            assert healer.step is not None
+            if healer.step != for_step:
+                batches.next_step()
+                for_step, self._attempt = healer.step, 0
+            if healer.step >= count:
+                if self._finish(healer):
+                    return
+                continue
+            if self._small.step != healer.step:  # a retry goes on from what was captured the first time
+                self._small.capture(healer.step)
+            self._updates.begin(healer.step)
+            step = Step(self, healer.step, batches, attempt=self._attempt)
+            self._attempt += 1
+            yield step
+            if not step.entered:
+                raise ValueError("the loop's body must be in `with step:`, or regrow cannot tell when a step is done")
+
+    def _start(self) -> Healer:
+        if self._started:
+            raise ValueError("run.steps() can be used once in a run")
+        if not self._registry.params and not self._registry.shared and not self._registry.own:
+            raise ValueError(
+                "nothing is protected: call run.protect(model=model, optimizer=optimizer) before run.steps()"
+            )
+        self._started = True
+        self._small = SmallState(self._registry, self._slots, self._loader)
+        self._updates = Updates(self._registry, exact=self._exact)
+        buckets = []
+        for module in self._registry.modules.values():
+            for ddp in find_ddp(module):
+                buckets.append(Buckets(ddp, self._fabric))
+                if self._wait_free:
+                    self._updates.wait_free(ddp)
+        self._healer = healer = Healer(
+            rank=Rank(self.rank),
+            link=self._link,
+            fabric=self._fabric,
+            registry=self._registry,
+            small=self._small,
+            updates=self._updates,
+            buckets=buckets,
+            dead_after_s=self._dead_after_s,
+            setup_deadline_s=self._setup_deadline_s,
+        )
+        if self._replacement:
+            healer.arrive(self._slots.left())
+            self._fabric.go_live()
+            self._waiting = True
+            healer.join()
+            self._waiting = False
+        else:
+            # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
+            self._small.capture(StepNumber(0))
+            self._link.send({"type": "setup_done", "step": 0}, self._fabric.seal())
+        self._fabric.before_collective = self._before_collective
+        self._link.on_generation = lambda world: self._fabric.abort(f"generation {world.generation} begins")
+        return healer
+
+    def _heal(self, healer: Healer) -> None:
+        self._waiting = True
+        problem, self._interrupted = self._interrupted, None
+        if self._link.generation == self._fabric.generation:
+            self._fabric.abort(problem or "")
+            healer.wait_for_newer(Generation(self._fabric.generation), problem or "a new generation began")
+        healer.join()
+        self._waiting = False
+
+    def _finish(self, healer: Healer) -> bool:
+        """Stay until every rank has done its last step: until then someone may need this rank's state."""
+        assert self._small is not None and healer.step is not None
+        if self._small.step != healer.step:
+            self._small.capture(healer.step)
+        generation = self._fabric.generation
+        self._link.send({"type": "finished", "generation": generation, "step": healer.step})
+        self._waiting = True
+        # No deadline of its own: the agents watch every rank that is waited for, and a lost agent ends this process.
+        while not self._link.wait_for(
+            lambda world: world.all_finished or world.generation != generation, timeout_s=60.0
+        ):
+            pass
+        self._waiting = False
+        return self._link.world.all_finished and self._link.generation == generation
+
+    # a step's body ---------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The step's body begins."""
+        assert self._healer is not None
+        self._in_step = True
+        testing.point("before_forward", self._healer.step)
+
+    def leave(self, error: BaseException | None) -> bool:
+        """The step's body ended: it is complete, or interrupted, or the user's own error goes on."""
+        assert self._healer is not None and self._healer.step is not None and self._updates is not None
+        self._in_step = False
+        if error is None:
+            self._updates.complete()
+            self._healer.step = StepNumber(self._healer.step + 1)
+            testing.point("step_end", self._healer.step - 1)
+            return False
+        if not self._is_peers_fault(error):
+            return False
+        self._interrupted = f"{type(error).__name__}: {str(error)[:300]}"
+        self._link.send(
+            {
+                "type": "event",
+                "event": "woken",
+                "t": time.time(),
+                "generation": self._link.generation,
+                "step": self._healer.step,
+                "error": self._interrupted,
+            }
+        )
+        return True
+
+    def _is_peers_fault(self, error: BaseException) -> bool:
+        """Whether the error came from a lost peer and not from the user's code."""
+        if not isinstance(error, Exception):
+            return False
+        chain: list[BaseException] = []
+        link: BaseException | None = error
+        while link is not None and link not in chain:
+            chain.append(link)
+            link = link.__cause__ or link.__context__
+        if any(isinstance(part, PeerLost) for part in chain):
+            return True
+        if not any(isinstance(part, RuntimeError) for part in chain):
+            return False
+        return not self._fabric.intact() or self._link.generation != self._fabric.generation
+
+    def _before_collective(self, op: str) -> None:
+        if not self._in_step:
+            return
+        assert self._healer is not None and self._healer.step is not None
+        assert self._small is not None and self._updates is not None
+        self._small.publish(self._healer.step)
+        if self._updates.begun and not self._wait_free:
+            self._updates.expect_failures_after_update()
+        if op not in _REDUCTIONS_BY_BROADCAST:
+            testing.point("in_backward", self._healer.step)
+
+    # the agent -------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> dict[str, Any]:
+        step = self._healer.step if self._healer is not None else None
+        return {
+            "step": step,
+            "ops": self._fabric.ops_issued,
+            "waiting": self._waiting or bool(self._fabric.waiting),
+        }
+
+    def _report_own_exceptions(self) -> None:
+        """Tell the agent of an exception that ends this worker, so that a bug is not taken for a fault for ever."""
+        before = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            step = self._healer.step if self._healer is not None else None
+            text = "".join(traceback.format_exception(kind, error, trace))
+            misuse = _is_misuse(error, trace)
+            self._link.send(
+                {
+                    "type": "raised",
+                    "step": step,
+                    "kind": kind.__name__,
+                    "message": str(error)[:2000],
+                    "traceback": "" if misuse else text[-20000:],
+                    "fatal": misuse or isinstance(error, RegrowError),
+                }
+            )
+            if not misuse:  # the agent says it, in one sentence and once
+                before(kind, error, trace)
+
+        sys.excepthook = report
+
+
+def _is_misuse(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether regrow itself refused what it was given: that needs a sentence, not a traceback, and no second try."""
+    if not isinstance(error, ValueError):
+        return False
+    last = None
+    for frame, _ in traceback.walk_tb(trace):
+        last = frame.f_globals.get("__name__", "")
+    return last is not None and last.split(".")[0] == "regrow"

@@ -1,0 +1,96 @@
+"""Describe and hold the tensors of parameters with their optimizer state, so that another rank can receive them.
+
+A *bundle* is one parameter and its optimizer state. Its description is JSON (no tensor data); its tensors are listed
+in the same order on both sides.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from regrow.state import codec
+from regrow.state.registry import Param
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def describe_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return ``[dtype, shape]``."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def allocate(description: list[Any], device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor of that description."""
+    return torch.empty(description[1], dtype=_DTYPES[description[0]], device=device)
+
+
+def describe(param: Param) -> list[list[Any]]:
+    """Return the optimizer state: ``[key, "tensor", dtype, shape, on_cpu]`` or ``[key, "value", encoded]`` each."""
+    entries: list[list[Any]] = []
+    if param.optimizer is None or param.tensor not in param.optimizer.state:
+        return entries
+    for key, value in param.optimizer.state[param.tensor].items():
+        if isinstance(value, torch.Tensor):
+            entries.append([key, "tensor", *describe_tensor(value), value.device.type == "cpu"])
+        else:
+            entries.append([key, "value", base64.b64encode(codec.encode(value)).decode()])
+    return entries
+
+
+def tensors_of(param: Param) -> list[torch.Tensor]:
+    """Return the parameter and its state tensors, in the order of ``describe``."""
+    tensors = [param.tensor.detach()]
+    if param.optimizer is not None and param.tensor in param.optimizer.state:
+        values = param.optimizer.state[param.tensor].values()
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+class Incoming:
+    """Memory for a bundle that is on its way.
+
+    In place (a replacement, which has nothing to lose) the parameter's own memory is written. Staged (a survivor
+    whose old values may be needed should the sender die) all goes to fresh memory until ``install``.
+    """
+
+    def __init__(self, param: Param, entries: list[list[Any]], *, staged: bool) -> None:
+        self.param = param
+        self._staged = staged
+        own = param.tensor.detach()
+        in_place = not staged and own.is_contiguous()
+        self.tensors = [own if in_place else torch.empty_like(own, memory_format=torch.contiguous_format)]
+        self._state: dict[Any, Any] = {}
+        old = {} if param.optimizer is None else param.optimizer.state.get(param.tensor, {})
+        for key, kind, *rest in entries:
+            if kind == "value":
+                self._state[key] = codec.decode(base64.b64decode(rest[0]))
+                continue
+            device = torch.device("cpu") if rest[2] else param.tensor.device
+            reuse = old.get(key)
+            if not staged and isinstance(reuse, torch.Tensor) and describe_tensor(reuse) == rest[:2]:
+                self._state[key] = reuse
+            else:
+                self._state[key] = allocate(rest[:2], device)
+            self.tensors.append(self._state[key])
+
+    def install(self) -> None:
+        """Make what has arrived the parameter's state."""
+        own = self.param.tensor.detach()
+        if self.tensors[0] is not own and self.tensors[0].data_ptr() != own.data_ptr():
+            own.copy_(self.tensors[0])
+        optimizer = self.param.optimizer
+        if optimizer is None:
+            return
+        if self._state:
+            optimizer.state[self.param.tensor] = self._state
+        else:
+            optimizer.state.pop(self.param.tensor, None)
+
+
+def describe_all(params: Iterable[Param]) -> list[list[list[Any]]]:
+    """Return ``describe`` of each."""
+    return [describe(param) for param in params]

@@ -1,0 +1,308 @@
+"""Keep what is needed to take back the step in progress of one optimizer, and take it back, parameter by parameter.
+
+The ledger never runs a step, never decides that one is taken back, and does no locking: its owner serialises the
+calls. It reads the optimizer's ``param_groups`` and ``state`` and, in `Ledger.undo` only, writes parameters and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from regrow.errors import UndoUnsupported
+from regrow.undo.inverse import Copies, Scratch, lost_bits, rows_of, take_back
+from regrow.undo.layout import WORKING, Pool, plain
+from regrow.undo.registry import check_supported, rule_for
+from regrow.undo.residual import Residual
+from regrow.undo.rule import PARAM, Note
+from regrow.undo.sparse import Touched
+
+
+class _Phase(Enum):
+    NOTED = "noted"
+    UPDATED = "updated"
+    REPEATED = "repeated"
+    TAKEN_BACK = "taken back"
+
+
+@dataclass(slots=True)
+class _Entry:
+    note: Note
+    before: dict[str, Any] | None
+    """Its state dict (the same tensors, not copies) before the step; None if it had none."""
+    kept: Copies
+    true: Copies | None
+    """What the tensors were: between `before` and `after` in exact mode."""
+    touched: Touched | None
+    exact: bool
+    threads: int
+    phase: _Phase = _Phase.NOTED
+    residuals: list[Residual] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
+    finite: bool = False
+    """Whether the tensors were found finite after the step; asked only where it matters, and once."""
+
+
+class Ledger:
+    """What is needed to take back the step in progress of one optimizer, parameter by parameter.
+
+    ``exact`` keeps the bits that the inverse loses, until `clear`. It may be switched between steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, exact: bool = True) -> None:
+        check_supported(optimizer)
+        self.exact = exact
+        self._optimizer = optimizer
+        self._rule = rule_for(optimizer)
+        self._entries: dict[int, _Entry] = {}
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._signature: tuple[tuple[int, int], ...] = ()
+        self._pool = Pool()
+        self._scratch = Scratch()
+
+    @torch.no_grad()
+    def before(self, params: Sequence[Tensor] | None = None) -> None:
+        """Note these parameters right before their update; None: all that have a gradient.
+
+        Those without one are left out.
+        """
+        groups = self._group_of()
+        if params is None:
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        overflow = self._overflow()
+        hypers: dict[int, Mapping[str, Any]] = {}
+        for param in params:
+            if param.grad is None:
+                continue
+            entry = self._entries.get(id(param))
+            if entry is not None and entry.phase in (_Phase.UPDATED, _Phase.REPEATED):
+                entry.phase = _Phase.REPEATED
+                continue
+            group = groups.get(id(param))
+            if group is None:
+                self._signature = ()
+                group = self._group_of().get(id(param))
+            if group is None:
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} is in no group of this optimizer")
+            hyper = hypers.get(id(group))
+            if hyper is None:
+                hyper = hypers[id(group)] = _options(group)
+            if entry is not None:
+                self._drop(entry)
+            self._entries[id(param)] = self._noted(param, hyper, overflow)
+
+    @torch.no_grad()
+    def after(self, params: Sequence[Tensor] | None = None) -> None:
+        """Complete the notes right after the update of these parameters; None: of all that `before` noted."""
+        if params is None:
+            entries = list(self._entries.values())
+        else:
+            entries = [entry for param in params if (entry := self._entries.get(id(param))) is not None]
+        for entry in entries:
+            if entry.phase is not _Phase.NOTED:
+                continue
+            note = entry.note
+            note.state = self._optimizer.state.get(note.param) or {}
+            if entry.true is not None:
+                entry.residuals = lost_bits(
+                    self._rule, note, entry.kept, entry.true, self._pool, self._scratch, entry.threads
+                )
+                entry.true.drop(self._pool)
+                entry.true = None
+            entry.versions = _versions(note)
+            entry.phase = _Phase.UPDATED
+
+    @torch.no_grad()
+    def undo(self, params: Sequence[Tensor]) -> None:
+        """Make these parameters and their state what they were at `before`: exactly in exact mode, else nearly.
+
+        Raises `UndoUnsupported` before anything is changed if one of them cannot be taken back.
+        """
+        for param in params:
+            reason = self.why_not(param)
+            if reason is not None:
+                raise UndoUnsupported(
+                    f"the update of a parameter of shape {tuple(param.shape)} cannot be taken back: {reason}"
+                )
+        for param in params:
+            entry = self._entries[id(param)]
+            self._take_back(entry)
+            self._drop(entry)
+            entry.phase = _Phase.TAKEN_BACK
+
+    def can_undo(self, param: Tensor) -> bool:
+        """Say whether `undo` would take this parameter's update back."""
+        return self.why_not(param) is None
+
+    @torch.no_grad()
+    def why_not(self, param: Tensor) -> str | None:
+        """Return why this parameter's update cannot be taken back; None if it can."""
+        entry = self._entries.get(id(param))
+        if entry is None:
+            return "it was not updated in this step"
+        note = entry.note
+        match entry.phase:
+            case _Phase.REPEATED:
+                return "it was updated more than once in this step"
+            case _Phase.TAKEN_BACK:
+                return "its update was taken back already"
+            case _Phase.NOTED:
+                if entry.true is not None or entry.touched is not None:
+                    return None
+                return "its update was begun and not completed (after() was not called)"
+            case _Phase.UPDATED:
+                pass
+        for name, version in _versions(note).items():
+            if version != entry.versions[name]:
+                if name == "grad":
+                    return "its gradient was overwritten in place since (use zero_grad(set_to_none=True))"
+                return f"its {name} was changed since its update"
+        if not entry.exact and not entry.finite and entry.touched is None and rows_of(self._rule, note):
+            # a gradient that is not finite makes one of these so
+            tensors = {PARAM: note.param}
+            tensors |= {name: note.state[name] for name in self._rule.tensors(note.hyper) if name in note.state}
+            for name, tensor in tensors.items():
+                if not _finite(plain(tensor)):
+                    return f"its {name} is not finite after the step, which no arithmetic takes back (use exact=True)"
+            entry.finite = True
+        return None
+
+    def clear(self) -> None:
+        """Drop everything: the step is complete, nothing of it will be taken back."""
+        for entry in self._entries.values():
+            self._drop(entry)
+        self._entries.clear()
+
+    def nbytes(self) -> int:
+        """Return the bytes held now for the step in progress, gradients (held by reference) left out."""
+        listed = sum(residual.listed_bytes() for entry in self._entries.values() for residual in entry.residuals)
+        touched = sum(entry.touched.nbytes() for entry in self._entries.values() if entry.touched is not None)
+        return self._pool.lent_bytes + listed + touched
+
+    def idle_nbytes(self) -> int:
+        """Return the bytes of working memory held for reuse, over steps too (at most 256 MB and a few slices)."""
+        return self._pool.idle_bytes + self._scratch.nbytes()
+
+    def _group_of(self) -> dict[int, dict[str, Any]]:
+        groups = self._optimizer.param_groups
+        signature = tuple((id(group), len(group["params"])) for group in groups)
+        if signature != self._signature:
+            self._groups = {id(param): group for group in groups for param in group["params"]}
+            self._signature = signature
+        return self._groups
+
+    def _overflow(self) -> bool:
+        # a fused step under a GradScaler does nothing if it found an overflow, or half of it: then everything is copied
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
+    def _noted(self, param: Tensor, hyper: Mapping[str, Any], overflow: bool) -> _Entry:
+        rule, state = self._rule, self._optimizer.state
+        before = dict(state[param]) if param in state else None
+        tensors = rule.tensors(hyper)
+        scalars: dict[str, float | Tensor] = {}
+        for name, value in (before or {}).items():
+            if name in tensors:
+                continue
+            if isinstance(value, Tensor):
+                scalars[name] = value.clone()
+            elif isinstance(value, int | float):
+                scalars[name] = value
+        had = frozenset(name for name, value in (before or {}).items() if value is not None)
+        grad = param.grad
+        assert grad is not None
+        note = Note(param=param, grad=grad, hyper=hyper, scalars=scalars, had=had)
+        entry = _Entry(note, before, Copies({}, None), None, None, self.exact, torch.get_num_threads())
+        present: dict[str, Tensor] = {name: before[name] for name in tensors if name in had} if before else {}
+        present[PARAM] = param
+        if grad.is_sparse:
+            whole = not rule.elementwise or note.hyper.get("momentum", 0) != 0
+            entry.touched = Touched(grad, {name: plain(t) for name, t in present.items()}, whole=whole)
+            return entry
+        kept = set(present) if overflow else {name for name in rule.keep(note) if name in present}
+        if rule.elementwise:
+            kept |= {name for name, t in present.items() if t.dtype != param.dtype}
+        note.kept = frozenset(kept)
+        rule.note(note)
+        if kept:
+            entry.kept = Copies.of({name: plain(t) for name, t in present.items() if name in kept}, self._pool)
+        if self.exact:
+            entry.true = Copies.of({name: plain(present[name]) for name in rows_of(rule, note)}, self._pool)
+        return entry
+
+    def _take_back(self, entry: _Entry) -> None:
+        note, state = entry.note, self._optimizer.state
+        if entry.touched is not None:
+            entry.touched.put_back()
+        elif entry.phase is _Phase.NOTED:
+            # between before() and after(): whether the update ran or not, the copies are what it was
+            assert entry.true is not None
+            for name, copy in (entry.true.tensors | entry.kept.tensors).items():
+                plain(note.param if name == PARAM else state[note.param][name]).copy_(copy)
+        else:
+            with _threads(entry.threads if entry.residuals else torch.get_num_threads()):
+                take_back(self._rule, note, entry.kept, entry.residuals, self._scratch, entry.threads)
+        if entry.before is None:
+            state.pop(note.param, None)
+            return
+        for name, value in note.scalars.items():
+            if isinstance(value, Tensor):
+                entry.before[name].copy_(value)
+        now = state[note.param]
+        now.clear()
+        now.update(entry.before)
+
+    def _drop(self, entry: _Entry) -> None:
+        entry.kept.drop(self._pool)
+        if entry.true is not None:
+            entry.true.drop(self._pool)
+            entry.true = None
+        for residual in entry.residuals:
+            residual.drop(self._pool)
+        entry.residuals = []
+        entry.touched = None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options as they are now; a tensor among them is copied, since a scheduler writes into it."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _versions(note: Note) -> dict[str, int]:
+    versions = {"grad": note.grad._version, PARAM: note.param._version}
+    for name, value in note.state.items():
+        if isinstance(value, Tensor):
+            versions[name] = value._version
+    return versions
+
+
+def _finite(tensor: Tensor) -> bool:
+    # a sum is finite only if all its terms are, and takes a fortieth of the time; it may also overflow, so ask then
+    return bool(tensor.sum(dtype=torch.float32 if tensor.dtype in WORKING else None).isfinite()) or bool(
+        tensor.isfinite().all()
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    # where a tensor is split among threads its ends are computed one by one, which may round differently
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

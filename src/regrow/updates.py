@@ -1,0 +1,255 @@
+"""Knows which parameters the current step has updated, and can take those updates back.
+
+Attached to optimizers through their public step hooks. With wait-free updates the parameters of a bucket are updated
+by DDP's communication hook, in a thread of the group, as soon as the bucket's gradient has been reduced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from regrow import testing
+from regrow.ddp import after_backward
+from regrow.ids import Step
+from regrow.plan import Indices
+from regrow.state.registry import Param, Registry
+from regrow.undo import Ledger
+
+
+class Updates:
+    """The updates of the step in progress. Written by the main thread and, wait-free, by the group's threads."""
+
+    def __init__(self, registry: Registry, *, exact: bool) -> None:
+        self._registry = registry
+        self._exact = exact
+        self._lock = threading.RLock()
+        self._updated: set[int] = set()
+        self._stopped = False
+        self._step = Step(0)
+        self._ledgers = {id(opt): Ledger(opt, exact=False) for opt in registry.optimizers.values()}
+        self._early: set[int] = set()
+        """Parameters that were updated wait-free in this step: the user's ``optimizer.step()`` passes them over."""
+        self._exactly: set[int] = set()
+        """Those of the updated for which the very bits are kept."""
+        self._latest: torch.futures.Future[torch.Tensor] | None = None
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._versions: dict[int, int] = {}
+        for optimizer in registry.optimizers.values():
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    # the step's life -----------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """A step starts (again)."""
+        with self._lock:
+            self._step = step
+            self._stopped = False
+            self._clear()
+
+    def complete(self) -> None:
+        """The step is done: nothing of it will be taken back."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._updated.clear()
+        self._exactly.clear()
+        self._early.clear()
+        self._latest = None
+        self._versions.clear()
+        for ledger in self._ledgers.values():
+            ledger.clear()
+
+    @property
+    def begun(self) -> bool:
+        """Whether this step has updated anything yet."""
+        return bool(self._updated)
+
+    def expect_failures_after_update(self) -> None:
+        """Keep exact records from the next step on: a collective follows the update, so undo may be needed.
+
+        A step whose last collective comes before its update is never interrupted after it, and keeps no records.
+        """
+        if self._exact:
+            for ledger in self._ledgers.values():
+                ledger.exact = True
+
+    def stop(self) -> None:
+        """Let a running update finish and start no other: the step was interrupted."""
+        with self._lock:
+            self._stopped = True
+
+    # what is held, and how to go back --------------------------------------------------------------------------------
+
+    def updated(self) -> Indices:
+        """Return the parameters at the next step's version."""
+        return Indices.of(self._updated)
+
+    def undoable(self) -> tuple[Indices, bool, str]:
+        """Return which of the updated can be taken back, whether exactly, and why not the others."""
+        able, exact, why = [], True, ""
+        for index in self._updated:
+            param = self._registry.params[index]
+            ledger = self._ledger(param)
+            reason = ledger.why_not(param.tensor)
+            if reason is None:
+                able.append(index)
+                exact = exact and index in self._exactly
+            else:
+                why = f"{param.name}: {reason}"
+        return Indices.of(able), exact, why
+
+    def undo(self, indices: Indices) -> None:
+        """Take back the update of these parameters."""
+        by_optimizer: dict[int, list[torch.Tensor]] = {}
+        for index in indices:
+            param = self._registry.params[index]
+            by_optimizer.setdefault(id(param.optimizer), []).append(param.tensor)
+        for key, tensors in by_optimizer.items():
+            self._ledgers[key].undo(tensors)
+        self.forget(indices)
+
+    def forget(self, indices: Indices) -> None:
+        """These parameters are back at the step's start, by undo or by a copy."""
+        self._updated.difference_update(indices)
+
+    def _mark(self, params: Iterable[Param]) -> None:
+        for param in params:
+            self._updated.add(param.index)
+            if self._ledger(param).exact:
+                self._exactly.add(param.index)
+
+    def _ledger(self, param: Param) -> Ledger:
+        return self._ledgers[id(param.optimizer)]
+
+    # optimizer.step() called by the user -----------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            self._hide_early(optimizer)
+            self._ledgers[id(optimizer)].before()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            self._ledgers[id(optimizer)].after()
+            self._mark(param for param in self._registry.of_optimizer(optimizer) if param.tensor.grad is not None)
+            for tensor, grad in self._hidden:
+                tensor.grad = grad
+            self._hidden.clear()
+        testing.point("after_update", self._step)
+
+    def _hide_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take away the gradients of parameters that were updated during backward, so that they are skipped."""
+        for param in self._registry.of_optimizer(optimizer):
+            if param.index not in self._early:
+                continue
+            grad = param.tensor.grad
+            if grad is not None and self._versions.get(param.index, grad._version) != grad._version:
+                raise ValueError(
+                    f"the gradient of {param.name} was changed after backward (clipping? unscaling?), but wait-free "
+                    "updates have used it already: call protect(wait_free=False)"
+                )
+            self._hidden.append((param.tensor, grad))
+            param.tensor.grad = None
+
+    # wait-free -------------------------------------------------------------------------------------------------------
+
+    def wait_free(self, ddp: DistributedDataParallel) -> None:
+        """Update each bucket's parameters as soon as its gradient is reduced."""
+        if self._exact:
+            for ledger in self._ledgers.values():
+                ledger.exact = True
+
+        def hook(group: Any, bucket: Any) -> Any:
+            return self._reduce_then_update(group, bucket)
+
+        # DDP compares the annotations themselves, not their text
+        hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        ddp.register_comm_hook(ddp.process_group, hook)
+
+    def _reduce_then_update(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        params, grads = bucket.parameters(), bucket.gradients()
+        if bucket.index() > 0:
+            self._between_updates()
+        # Scaled before the sum, and by the reciprocal, as DDP itself does: the bits are those of plain DDP.
+        buffer.mul_(1.0 / group.size())
+        if bucket.is_last():
+            after_backward(self._note_gradients)
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        assert work is not None
+
+        def update(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            reduced = future.value()[0]
+            self._update(params, grads)
+            return reduced
+
+        future = work.get_future().then(update)
+        self._latest = future
+        return future
+
+    def _between_updates(self) -> None:
+        """The named point: earlier buckets are updated, this one is not reduced yet."""
+        if self._latest is not None and testing.awaited("between_updates", self._step):
+            self._latest.wait()  # a fault is due here: make sure that the state is the one the point names
+        testing.point("between_updates", self._step)
+
+    def _update(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            if self._stopped:
+                return
+            by_optimizer: dict[int, list[tuple[Param, torch.Tensor]]] = {}
+            for tensor, grad in zip(tensors, grads, strict=True):
+                param = self._registry.param_of(tensor)
+                if param is not None and param.optimizer is not None:
+                    by_optimizer.setdefault(id(param.optimizer), []).append((param, grad))
+            for pairs in by_optimizer.values():
+                self._update_some(pairs)
+
+    def _update_some(self, pairs: list[tuple[Param, torch.Tensor]]) -> None:
+        optimizer = pairs[0][0].optimizer
+        assert optimizer is not None
+        ledger = self._ledgers[id(optimizer)]
+        tensors = [param.tensor for param, _ in pairs]
+        own = [tensor.grad for tensor in tensors]
+        for param, grad in pairs:
+            param.tensor.grad = grad
+        ledger.before(tensors)
+        restricted(optimizer, tensors).step()
+        ledger.after(tensors)
+        for (param, _), before in zip(pairs, own, strict=True):
+            param.tensor.grad = before
+            self._early.add(param.index)
+        self._mark(param for param, _ in pairs)
+
+    def _note_gradients(self) -> None:
+        """Backward is over: remember the gradients' versions, to notice that someone changes them afterwards."""
+        for index in self._early:
+            grad = self._registry.params[index].tensor.grad
+            if grad is not None:
+                self._versions[index] = grad._version
+
+
+def restricted(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return a shallow twin of an optimizer that steps only these parameters, with the same state and options."""
+    wanted = {id(tensor) for tensor in tensors}
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [
+        {**group, "params": [tensor for tensor in group["params"] if id(tensor) in wanted]}
+        for group in optimizer.param_groups
+    ]
+    # a step of the twin is no step of the user's: none of the user's hooks, no scheduler's count of steps
+    twin.__dict__.pop("step", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    return twin

@@ -1,0 +1,72 @@
+"""Frames between a worker and its host's agent, and between agents.
+
+A frame is two 32-bit big-endian lengths, a JSON object, and raw bytes. Nothing that arrives is unpickled. The JSON object has
+a ``type``; the bytes carry what JSON should not (tensors' memory, recorded results).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any, NamedTuple
+
+_LENGTHS = struct.Struct("!II")
+MAX_HEADER_BYTES = 16 << 20
+MAX_BLOB_BYTES = 1 << 30
+
+
+class Frame(NamedTuple):
+    """One message: ``head["type"]`` says which."""
+
+    head: dict[str, Any]
+    blob: bytes = b""
+
+
+def encode(head: dict[str, Any], blob: bytes = b"") -> bytes:
+    """Return the frame's bytes."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return _LENGTHS.pack(len(text), len(blob)) + text + blob
+
+
+def _lengths(prefix: bytes) -> tuple[int, int]:
+    head_len, blob_len = _LENGTHS.unpack(prefix)
+    if head_len > MAX_HEADER_BYTES or blob_len > MAX_BLOB_BYTES:
+        raise ConnectionError(f"frame of {head_len} + {blob_len} bytes is over the limit: not a regrow peer?")
+    return head_len, blob_len
+
+
+def _head(text: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(text)
+    except ValueError as error:
+        raise ConnectionError(f"frame without a JSON header: not a regrow peer? ({error})") from None
+    if not isinstance(head, dict) or not isinstance(head.get("type"), str):
+        raise ConnectionError("frame without a type: not a regrow peer?")
+    return head
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """Read one frame; ``asyncio.IncompleteReadError`` (an ``EOFError``) at the end of the stream."""
+    head_len, blob_len = _lengths(await reader.readexactly(_LENGTHS.size))
+    head = _head(await reader.readexactly(head_len))
+    return Frame(head, await reader.readexactly(blob_len) if blob_len else b"")
+
+
+def recv_exactly(sock: socket.socket, count: int) -> bytes:
+    """Read ``count`` bytes; ``EOFError`` if the peer closes first."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the peer closed the connection")
+        parts += part
+    return bytes(parts)
+
+
+def recv_frame(sock: socket.socket) -> Frame:
+    """Read one frame from a blocking socket (its timeout applies to each read)."""
+    head_len, blob_len = _lengths(recv_exactly(sock, _LENGTHS.size))
+    head = _head(recv_exactly(sock, head_len))
+    return Frame(head, recv_exactly(sock, blob_len) if blob_len else b"")

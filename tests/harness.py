@@ -1,0 +1,75 @@
+"""Runs real jobs under ``regrow run`` and reads what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from regrow import events, testing
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+
+
+@dataclass
+class Job:
+    """What a finished job left."""
+
+    code: int
+    output: str
+    ranks: dict[int, dict]
+    log_dir: Path
+
+    def digests(self) -> list[str]:
+        return [self.ranks[rank]["digest"] for rank in sorted(self.ranks)]
+
+    def events(self, name: str) -> list[dict]:
+        return [event for event in events.read(self.log_dir) if event["event"] == name]
+
+    def plans(self) -> list[str]:
+        return ["\n".join(event["lines"]) for event in self.events("plan")]
+
+
+def run_job(
+    *script_args: str,
+    nproc: int = 3,
+    spares: int = 0,
+    faults: list[testing.Fault] | None = None,
+    flags: tuple[str, ...] = (),
+    script: Path = SCRIPT,
+    timeout_s: float = 120.0,
+    env: dict[str, str] | None = None,
+) -> Job:
+    """Run a job to its end; everything it started is gone afterwards, also when it is late."""
+    log_dir = Path(tempfile.mkdtemp(prefix="regrow-test-log-"))
+    out = log_dir / "out"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+    if faults:
+        environ["REGROW_FAULTS"] = testing.encode(faults)
+    command = [
+        sys.executable, "-m", "regrow", "run", "--nproc-per-node", str(nproc), "--spares", str(spares),
+        "--log-dir", str(log_dir), *flags, str(script), *script_args, "--out", str(out),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        raise AssertionError(f"the job did not end within {timeout_s} s\n{output[-6000:]}") from None
+    ranks = {}
+    for path in out.glob("rank*.json"):
+        report = json.loads(path.read_text())
+        ranks[report["rank"]] = report
+    return Job(process.returncode, output, ranks, log_dir)

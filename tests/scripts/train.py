@@ -1,0 +1,155 @@
+"""A small job with everything that makes equality hard: dropout, batch norm, a scheduler, augmentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
+
+import regrow
+from regrow import state_digest
+
+
+class Noisy(Dataset):
+    """Samples with augmentation that draws from all three random generators."""
+
+    def __init__(self, count: int = 203, width: int = 16) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, width, generator=generator)
+        self.y = torch.randint(0, 4, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.randn(self.x.shape[1]) * 0.01 + random.random() * 0.01 + float(np.random.rand()) * 0.01
+        return self.x[index] + noise, self.y[index]
+
+
+def net(width: int, depth: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(16, width), nn.BatchNorm1d(width)]
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(width, 4))
+
+
+def optimizer_of(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    match name:
+        case "sgd":
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4)
+        case "adam":
+            return torch.optim.Adam(params, lr=1e-3)
+        case "adamw":
+            return torch.optim.AdamW(params, lr=1e-3)
+        case _:
+            return torch.optim.LBFGS(params)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--wait-free", action="store_true")
+    parser.add_argument("--inexact", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--bucket-mb", type=float, default=0.02)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--scaler", action="store_true")
+    parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--tail", action="store_true", help="a collective after the update")
+    parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--raise-rank", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    run = regrow.init()
+    torch.manual_seed(100 + run.rank)
+    random.seed(run.rank)
+    np.random.seed(run.rank)
+    hello = [None] * run.world_size
+    dist.all_gather_object(hello, f"rank {run.rank}")
+    assert hello == [f"rank {r}" for r in range(run.world_size)]
+    pair = dist.new_group(list(range(run.world_size)))
+    count = torch.ones(1)
+    dist.all_reduce(count, group=pair)
+    assert count.item() == run.world_size
+    dist.barrier()
+
+    model = DistributedDataParallel(net(args.width, args.depth), bucket_cap_mb=args.bucket_mb)
+    opt = optimizer_of(args.optimizer, list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=args.steps)
+    loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=args.workers)
+    extras: dict[str, object] = {}
+    scaler = torch.amp.GradScaler("cpu", enabled=args.scaler)
+    if args.scaler:
+        extras["scaler"] = scaler
+    ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if args.ema else None
+    if ema is not None:
+        extras["ema"] = ema
+    run.protect(
+        model=model,
+        optimizer=opt,
+        scheduler=scheduler,
+        loader=loader,
+        wait_free=args.wait_free,
+        exact=not args.inexact,
+        **extras,
+    )
+    loss_fn = nn.CrossEntropyLoss()
+    losses: dict[int, float] = {}
+    for step in run.steps(args.steps):
+        with step:
+            if step.index == args.raise_at and run.rank == args.raise_rank:
+                raise ValueError("this script has a bug")
+            opt.zero_grad()
+            total = 0.0
+            for i, (x, y) in enumerate(step.batches(args.accumulate)):
+                last = i == args.accumulate - 1
+                with model.no_sync() if not last else torch.enable_grad():
+                    loss = loss_fn(model(x), y) / args.accumulate
+                    scaler.scale(loss).backward()
+                total += loss.item()
+            if args.clip:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+            scheduler.step()
+            if ema is not None:
+                ema.update_parameters(model.module)
+            losses[step.index] = total
+            if args.tail:
+                mean = torch.tensor([total])
+                dist.all_reduce(mean)
+                losses[step.index] = mean.item()
+    objects = [model, opt, scheduler.state_dict(), *([ema] if ema is not None else []), {"rng": torch.get_rng_state()}]
+    report = {
+        "rank": run.rank,
+        "digest": state_digest(*objects),
+        "weights": state_digest(*model.parameters()),
+        "losses": losses,
+        "pid": os.getpid(),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"rank{run.rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()

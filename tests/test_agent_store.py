@@ -1,0 +1,188 @@
+"""The contract of the control store, for every implementation, and the workers' view of it."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from regrow.agent import kv
+from regrow.agent.store import MemoryStore, StoreLost
+from regrow.agent.store_tcp import StoreServer, TcpStore
+from regrow.wire import Frame
+
+TOKEN = "secret"
+
+
+@contextlib.asynccontextmanager
+async def memory():
+    yield MemoryStore()
+
+
+@contextlib.asynccontextmanager
+async def tcp():
+    server = StoreServer(MemoryStore(), TOKEN, lambda node: None)
+    port = await server.start("127.0.0.1", 0)
+    store = await TcpStore.connect("127.0.0.1", port, TOKEN)
+    try:
+        yield store
+    finally:
+        await store.close()
+        await server.close()
+
+
+@pytest.fixture(params=[memory, tcp], ids=["memory", "tcp"])
+def run(request):
+    """Run a coroutine function with a store of each kind, under a deadline."""
+
+    def runner(test):
+        async def main():
+            async with asyncio.timeout(20), request.param() as store:
+                await test(store)
+
+        asyncio.run(main())
+
+    return runner
+
+
+def test_contract(run):
+    async def check(store):
+        assert await store.get("a") is None
+        one = await store.put("a", b"1")
+        assert await store.get("a") == (b"1", one)
+        assert await store.compare_and_set("a", 0, b"x") is None
+        two = await store.compare_and_set("a", one, b"2")
+        assert two > one
+        assert await store.compare_and_set("a", one, b"x") is None
+        assert await store.compare_and_set("b", 0, b"") > two
+        assert (await store.get("b")).value == b""
+        assert sorted(await store.keys("")) == ["a", "b"]
+        assert await store.delete("a") == 1
+        assert await store.delete("a") == 0
+        assert await store.compare_and_set("a", two, b"x") is None
+        assert await store.compare_and_set("a", 0, b"3") > two
+        assert await store.delete("", prefix=True) == 2
+
+    run(check)
+
+
+def test_watch_shows_what_is_there_and_then_every_change(run):
+    async def check(store):
+        await store.put("w/a", b"1")
+        await store.put("other", b"")
+        seen = []
+
+        async def watch():
+            async for change in store.watch("w/"):
+                seen.append((change.key, change.value))
+                if len(seen) == 4:
+                    return
+
+        task = asyncio.create_task(watch())
+        while not seen:
+            await asyncio.sleep(0.01)
+        await store.put("w/b", b"2")
+        await store.delete("w/a")
+        await store.put("w/b", b"")
+        await task
+        assert seen == [("w/a", b"1"), ("w/b", b"2"), ("w/a", None), ("w/b", b"")]
+
+    run(check)
+
+
+def test_concurrent_compare_and_set_loses_nothing(run):
+    async def check(store):
+        await asyncio.gather(*(kv._add(store, "n", 1) for _ in range(20)))
+        assert (await store.get("n")).value == b"20"
+
+    run(check)
+
+
+def test_lost_connection_wakes_everyone():
+    async def check():
+        gone = []
+        server = StoreServer(MemoryStore(), TOKEN, gone.append)
+        port = await server.start("127.0.0.1", 0)
+        store = await TcpStore.connect("127.0.0.1", port, TOKEN)
+        store.joined(3)
+        await store.put("a", b"")
+
+        async def watch():
+            async for _ in store.watch("w"):
+                pass
+
+        task = asyncio.create_task(watch())
+        await asyncio.sleep(0)
+        await server.close()
+        with pytest.raises(StoreLost):
+            await asyncio.wait_for(task, 10)
+        with pytest.raises(StoreLost):
+            await store.get("a")
+        assert gone == [3]
+
+    asyncio.run(check())
+
+
+def test_wrong_token_is_refused():
+    async def check():
+        server = StoreServer(MemoryStore(), TOKEN, lambda node: None)
+        port = await server.start("127.0.0.1", 0)
+        with pytest.raises(PermissionError):
+            await TcpStore.connect("127.0.0.1", port, "guess")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        await server.close()
+
+    asyncio.run(check())
+
+
+async def ask(store, op, blob=b"", **fields):
+    frame = await kv.answer(store, Frame({"type": "store", "id": 7, "op": op, **fields}, blob))
+    head_len, blob_len = int.from_bytes(frame[:4], "big"), int.from_bytes(frame[4:8], "big")
+    head = json.loads(frame[8 : 8 + head_len])
+    assert head["type"] == "reply" and head["id"] == 7 and len(frame) == 8 + head_len + blob_len
+    return head["ok"], head["value"], head["error"], frame[8 + head_len :]
+
+
+def test_workers_requests(run):
+    async def check(store):
+        assert await ask(store, "set", b"v", key="k") == (True, None, None, b"")
+        assert await ask(store, "get", key="k", timeout_s=1) == (True, None, None, b"v")
+        assert (await ask(store, "add", key="n", amount=2))[1] == 2
+        assert (await ask(store, "add", key="n", amount=3))[1] == 5
+        assert (await ask(store, "get", key="n", timeout_s=1))[3] == b"5"
+        assert (await ask(store, "check", keys=["k", "n"]))[1] is True
+        assert (await ask(store, "check", keys=["k", "none"]))[1] is False
+        assert (await ask(store, "num_keys"))[1] == 2
+        assert sorted((await ask(store, "list_keys"))[1]) == ["k", "n"]
+        assert (await ask(store, "compare_set", b"" + b"new", key="c", expected_len=0))[3] == b"new"
+        assert (await ask(store, "compare_set", b"old" + b"x", key="c", expected_len=3))[3] == b"new"
+        assert (await ask(store, "compare_set", b"new" + b"x", key="c", expected_len=3))[3] == b"x"
+        assert (await ask(store, "compare_set", b"e" + b"x", key="absent", expected_len=1))[3] == b"e"
+        assert (await ask(store, "delete", key="c"))[1] is True
+        assert (await ask(store, "delete", key="c"))[1] is False
+        await kv.purge(store, "k")
+        assert (await ask(store, "list_keys"))[1] == ["n"]
+
+    run(check)
+
+
+def test_get_and_wait_wait_for_the_key_or_the_deadline(run):
+    async def check(store):
+        waiting = asyncio.create_task(ask(store, "get", key="late", timeout_s=15))
+        other = asyncio.create_task(ask(store, "wait", keys=["late", "later"], timeout_s=15))
+        await asyncio.sleep(0.05)
+        await ask(store, "set", b"not it", key="later")
+        await ask(store, "set", b"it", key="late")
+        assert (await waiting)[3] == b"it"
+        assert (await other)[0] is True
+        ok, _, error, _ = await ask(store, "get", key="never", timeout_s=0.01)
+        assert not ok and error.startswith("timeout: never")
+        ok, _, error, _ = await ask(store, "wait", keys=["never"], timeout_s=0.01)
+        assert not ok and error.startswith("timeout")
+        assert (await ask(store, "dance"))[0] is False
+        assert (await ask(store, "get"))[0] is False
+
+    run(check)

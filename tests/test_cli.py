@@ -1,0 +1,121 @@
+"""The command line: one clear sentence for whatever is wrong, exit code 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regrow import cli
+from regrow.agent import flags
+
+SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--frobnicate", SCRIPT], "unrecognized arguments|required"),
+        ([], "the following arguments are required"),
+        (["/no/such/script.py"], "no such script: /no/such/script.py"),
+        (["--no-python", "no-such-program"], "cannot execute 'no-such-program'"),
+        (["--no-python", "-m", "x"], "cannot be used together"),
+        (["--nproc-per-node", "0", SCRIPT], "--nproc-per-node must be at least 1, got 0"),
+        (["--nproc-per-node", "many", SCRIPT], "Unsupported nproc_per_node value: many"),
+        (["--nnodes", "1:2", SCRIPT], "give MIN equal to MAX"),
+        (["--nnodes", "x", SCRIPT], "--nnodes must be N or MIN:MAX"),
+        (["--nnodes", "2", SCRIPT], "set REGROW_TOKEN or give --token-file"),
+        (["--node-rank", "1", SCRIPT], "--node-rank must lie between 0 and 0"),
+        (["--standalone", "--nnodes", "2", SCRIPT], "--standalone is for one node"),
+        (["--max-restarts", "-1", SCRIPT], "--max-restarts must not be negative"),
+        (["--spares", "-1", SCRIPT], "--spares must not be negative"),
+        (["--spares", "x", SCRIPT], "invalid int value"),
+        (["--dead-after", "0", SCRIPT], "--dead-after must be a positive number"),
+        (["--dead-after", "nan", SCRIPT], "--dead-after must be a positive number"),
+        (["--stuck-after", "1", SCRIPT], "is shorter than --dead-after"),
+        (["--rdzv-backend", "etcd", SCRIPT], "--rdzv-backend etcd is not supported"),
+        (["--rdzv-conf", "join_timeout=x", SCRIPT], "--rdzv-conf: could not convert"),
+        (["--rdzv-conf", "nonsense", SCRIPT], "--rdzv-conf"),
+        (["--rdzv-id", "a/b", SCRIPT], "--rdzv-id may hold"),
+        (["--redirects", "9", SCRIPT], "--redirects"),
+        (["--local-ranks-filter", "a", SCRIPT], "--local-ranks-filter must be a list"),
+        (["--interface", "nope0", SCRIPT], "--interface nope0 has no IPv4 address"),
+        (["--token-file", "/no/such/file", SCRIPT], "No such file"),
+        (["--run-path", SCRIPT], "--run-path is not supported"),
+        (["--virtual-local-rank", SCRIPT], "--virtual-local-rank is not supported"),
+        (["--signals-to-handle", "SIGUSR1", SCRIPT], "--signals-to-handle is not supported"),
+        (["--log-dir", SCRIPT, SCRIPT], "is not a directory"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:0", SCRIPT], "--rdzv-endpoint must be HOST:PORT"),
+    ],
+)
+def test_wrong_command_lines(words, sentence, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(flags.tempfile, "tempdir", str(tmp_path))
+    if "--rdzv-endpoint" in words:
+        monkeypatch.setenv("REGROW_TOKEN", "x")
+    else:
+        monkeypatch.delenv("REGROW_TOKEN", raising=False)
+    assert cli.main(["run", *words]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("regrow run: error: ")
+    assert any(part in last for part in sentence.split("|"))
+
+
+def parse(tmp_path, *words):
+    return flags.parse(["--log-dir", str(tmp_path / "logs"), *words])
+
+
+def test_torchruns_spelling(tmp_path):
+    options = parse(tmp_path, "--nproc_per_node=2", "--max_restarts=3", "--rdzv_id=x", SCRIPT, "--flag", "-m")
+    assert (options.nproc, options.max_restarts, options.run_id) == (2, 3, "x")
+    assert options.command == (sys.executable, "-u", SCRIPT, "--flag", "-m")
+    assert parse(tmp_path, "-m", "pkg.mod", "a").command == (sys.executable, "-u", "-m", "pkg.mod", "a")
+    assert parse(tmp_path, "--no-python", "true", "a").command == ("true", "a")
+
+
+def test_defaults_of_our_own(tmp_path):
+    options = parse(tmp_path, SCRIPT)
+    assert (options.max_restarts, options.node_rank, options.spares, options.grace_s) == (100, None, 0, 5.0)
+    assert len(options.token) == 32
+    assert parse(tmp_path, SCRIPT).token != options.token
+
+
+def test_environment_of_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    monkeypatch.setenv("PYTHON_EXEC", "python-of-mine")
+    options = parse(tmp_path, SCRIPT)
+    assert (options.nproc, options.max_restarts, options.command[0]) == (3, 7, "python-of-mine")
+
+
+def test_several_nodes(tmp_path, monkeypatch):
+    monkeypatch.setenv("REGROW_TOKEN", "t")
+    options = parse(tmp_path, "--nnodes=2:2", "--node-rank=1", "--rdzv-endpoint=host:123", SCRIPT)
+    assert (options.nnodes, options.node_rank, options.endpoint, options.token) == (2, 1, ("host", 123), "t")
+    assert parse(tmp_path, "--nnodes=2", "--rdzv-endpoint=host", SCRIPT).endpoint == ("host", 29400)
+    assert parse(tmp_path, "--nnodes=2", "--rdzv-endpoint=[::1]:5", SCRIPT).endpoint == ("::1", 5)
+    assert parse(tmp_path, "--nnodes=2", "--master-addr=m", SCRIPT).endpoint == ("m", 29500)
+    secret = tmp_path / "token"
+    secret.write_text("from a file\n")
+    assert parse(tmp_path, f"--token-file={secret}", SCRIPT).token == "from a file"
+    assert parse(tmp_path, "--interface=lo", SCRIPT).host_addr == "127.0.0.1"
+
+
+def test_help(capsys):
+    for words in ([], ["--help"]):
+        assert cli.main(words) == 0
+        out = capsys.readouterr().out
+        assert "run" in out and "report" in out
+    assert cli.main(["run", "--help"]) == 0
+    assert "--spares" in capsys.readouterr().out
+    assert cli.main(["dance"]) == 2
+
+
+def test_as_a_module(tmp_path):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "regrow", "run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
+    done = subprocess.run(
+        [*command, SCRIPT, str(tmp_path), "{}"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"hello from rank {rank} incarnation 0" for rank in (0, 1)]

@@ -1,0 +1,129 @@
+"""Kill workers of real jobs at every named point, and compare with the undisturbed run, bit by bit.
+
+One job takes many kills, one after the other, each at another point, rank and step: any recovery that is off by one
+bit shows in the digest of the final weights, optimizer state, scheduler, buffers and random numbers of every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from harness import Job, run_job
+from regrow.testing import Fault
+
+IN_STEP = ("before_forward", "in_backward", "after_update", "step_end")
+IN_RECOVERY = ("rejoin", "before_transfer", "after_transfer")
+
+
+@functools.cache
+def undisturbed(*args: str, nproc: int) -> Job:
+    job = run_job(*args, nproc=nproc)
+    assert job.code == 0, job.output
+    assert len(job.ranks) == nproc
+    return job
+
+
+def check(*args: str, nproc: int, faults: list[Fault], deaths: int | None = None, **more) -> Job:
+    expected = undisturbed(*args, nproc=nproc)
+    job = run_job(*args, nproc=nproc, faults=faults, **more)
+    assert job.code == 0, job.output
+    assert job.digests() == expected.digests(), job.output
+    lost = job.events("worker_lost")
+    assert len(lost) == (len(faults) if deaths is None else deaths), job.output
+    return job
+
+
+def each_point_and_rank(points: tuple[str, ...], nproc: int, first: int, apart: int = 2) -> list[Fault]:
+    """Every point at every rank, one kill at a time, ``apart`` steps from each other."""
+    steps = itertools.count(first, apart)
+    return [Fault(point=point, rank=rank, step=next(steps)) for point in points for rank in range(nproc)]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "args"),
+    [
+        (2, ("--optimizer", "sgd", "--depth", "6")),
+        (3, ("--optimizer", "adamw", "--depth", "6", "--wait-free")),
+        (4, ("--optimizer", "adam", "--depth", "6", "--workers", "1")),
+    ],
+    ids=["2-sgd-ddp", "3-adamw-wait-free", "4-adam-ddp-loader-workers"],
+)
+def test_each_point_and_each_rank(nproc, args):
+    """First and last step included."""
+    points = (*IN_STEP, "between_updates") if "--wait-free" in args else IN_STEP
+    faults = [Fault(point="before_forward", rank=nproc - 1, step=0), *each_point_and_rank(points, nproc, 1)]
+    last = faults[-1].step + 2
+    faults += [Fault(point="in_backward", rank=0, step=last), Fault(point="step_end", rank=1, step=last)]
+    check("--steps", str(last + 1), *args, nproc=nproc, faults=faults, spares=2, timeout_s=240)
+
+
+def test_failures_during_recovery():
+    """Each of these strikes while another loss is being healed: a survivor, and the replacement itself."""
+    faults = []
+    for number, point in enumerate(IN_RECOVERY):
+        for who in (0, 1):  # 1 is the rank that was just replaced
+            step = 2 + 4 * number + 2 * who
+            faults.append(Fault(point="in_backward", rank=1, step=step))
+            faults.append(Fault(point=point, rank=who, step=None if point == "rejoin" and who == 1 else step))
+    faults += [Fault(point="in_backward", rank=2, step=15), Fault(point="replacement_setup", rank=2)]
+    check("--steps", "18", "--wait-free", "--depth", "6", nproc=3, faults=faults, spares=2, timeout_s=240)
+
+
+def test_two_at_once_and_the_first_rank():
+    faults = [
+        Fault(point="in_backward", rank=0, step=2),
+        Fault(point="in_backward", rank=1, step=4),
+        Fault(point="in_backward", rank=3, step=4),
+        Fault(point="between_updates", rank=0, step=6),
+        Fault(point="between_updates", rank=2, step=6),
+    ]
+    job = check("--steps", "9", "--wait-free", "--depth", "6", nproc=4, faults=faults, spares=2)
+    assert "undo" in "".join(job.plans())
+
+
+def test_a_stopped_worker_counts_as_dead():
+    faults = [Fault(point="in_backward", rank=1, step=2, action="stop")]
+    job = check("--steps", "5", nproc=2, faults=faults, flags=("--dead-after", "1"))
+    assert "heartbeat" in job.output
+
+
+def test_everything_a_script_may_protect():
+    """Gradient accumulation, scaler, clipping, a moving average, and a collective after the update."""
+    args = ("--steps", "9", "--accumulate", "2", "--scaler", "--clip", "--ema", "--tail", "--depth", "4")
+    faults = [
+        Fault(point="in_backward", rank=0, step=3, nth=2),
+        Fault(point="in_backward", rank=1, step=5, nth=99),
+        Fault(point="after_update", rank=2, step=6),
+    ]
+    job = check(*args, nproc=3, faults=faults, deaths=2, spares=1)
+    assert "to the very bits" in "".join(job.plans())
+
+
+def test_inexact_undo_is_close_and_replicas_agree():
+    args = ("--steps", "8", "--wait-free", "--depth", "6")
+    expected = undisturbed(*args, nproc=3)
+    job = run_job(*args, "--inexact", nproc=3, faults=[Fault(point="between_updates", rank=1, step=3)])
+    assert job.code == 0, job.output
+    assert "by arithmetic" in "".join(job.plans())
+    assert len({report["weights"] for report in job.ranks.values()}) == 1
+    for rank, report in expected.ranks.items():
+        for step, loss in report["losses"].items():
+            if step in job.ranks[rank]["losses"]:
+                assert job.ranks[rank]["losses"][step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_survivors_keep_their_processes():
+    job = check("--steps", "6", nproc=3, faults=[Fault(point="in_backward", rank=1, step=2)], spares=1)
+    started = {event["rank"]: event["pid"] for event in job.events("worker_started") if event.get("rank") is not None}
+    assert job.ranks[0]["pid"] == started[0]
+    assert job.ranks[2]["pid"] == started[2]
+
+
+def test_a_bug_is_not_a_fault():
+    job = run_job("--raise-at", "7", "--steps", "12", nproc=2, spares=1)
+    assert job.code != 0
+    assert job.output.count("ValueError: this script has a bug") >= 1
+    assert "3 times" in job.output
