@@ -1,9 +1,10 @@
 """Print how well, how fast and at what price each optimizer's step is taken back.
 
-    PYTHONPATH=src python bench/undo_accuracy.py [--elements 1000000] [--quick]
+    PYTHONPATH=src python bench/undo_accuracy.py [--elements 1000000] [--layers 10] [--quick]
 
-Prints the tables of docs/undo.md. Times are processor time of one thread, medians, and given as ratios to the optimizer's own step in the
-same run, interleaved with it. Gradients are random: normal, times the cube of a uniform number, so that they span some decades.
+Prints the tables of docs/undo.md. Times are processor time of one thread, medians, and given as ratios to the
+optimizer's own step in the same run, interleaved with it. Gradients are random: normal, times the cube of a uniform
+number, so that they span some decades.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from regrow.optim import LAMB, Lion
 from regrow.undo import Ledger
 
 STEPS = (2, 10, 100)
+SMALL = 200
+"""Side of Muon's matrices: its bfloat16 products take seconds for larger ones on a CPU without such instructions."""
 FAMILIES: list[tuple[str, type[optim.Optimizer], dict[str, Any]]] = [
     ("SGD", optim.SGD, {"lr": 0.1}),
     ("SGD momentum", optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}),
@@ -66,7 +69,7 @@ def quantiles(old: Tensor, got: Tensor) -> str:
 def accuracy(cls: type[optim.Optimizer], options: dict[str, Any], elements: int) -> dict[str, list[str]]:
     """Return, by tensor, the quantiles at each of STEPS."""
     torch.manual_seed(0)
-    side = int(elements**0.5)
+    side = SMALL if cls is optim.Muon else int(elements**0.5)
     param = nn.Parameter(torch.randn(side, side) * 0.05)
     optimizer = cls([param], **options)
     ledger = Ledger(optimizer, exact=False)
@@ -106,21 +109,21 @@ def cost(
 ) -> tuple[float, float, float, float]:
     """Return undo/step, notes in microseconds per parameter, exact bytes per element, exact (before + after)/step."""
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(1000, 1000) * 0.05) for _ in range(layers)]
+    side = SMALL if cls is optim.Muon else 1000
+    params = [nn.Parameter(torch.randn(side, side) * 0.05) for _ in range(layers)]
     optimizer = cls(params, **options)
     near, exact = Ledger(optimizer, exact=False), Ledger(optimizer)
+    sets = [[gradient(param.shape) for param in params] for _ in range(3)]
     times: dict[str, list[float]] = {"step": [], "undo": [], "note": [], "exact": []}
     held = 0
     for index in range(rounds + 3):
-        for param in params:
-            param.grad = gradient(param.shape)
+        for param, grad in zip(params, sets[index % 3], strict=True):
+            param.grad = grad
         note = timed(near.before)
         step = timed(optimizer.step)
         note += timed(near.after)
         undo = timed(lambda: near.undo(params))
         near.clear()
-        for param in params:
-            param.grad = gradient(param.shape)
         keep = timed(exact.before)
         optimizer.step()
         keep += timed(exact.after)

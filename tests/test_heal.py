@@ -115,6 +115,12 @@ def test_inexact_undo_is_close_and_replicas_agree():
                 assert job.ranks[rank]["losses"][step] == pytest.approx(loss, rel=1e-4)
 
 
+def test_a_model_without_own_state():
+    """No dropout, no buffers, no loader: nothing is ever published within a step."""
+    faults = [Fault(point="after_update", rank=0, step=2), Fault(point="in_backward", rank=1, step=4)]
+    check("--steps", "6", "--bare", nproc=2, faults=faults, spares=1)
+
+
 def test_survivors_keep_their_processes():
     job = check("--steps", "6", nproc=3, faults=[Fault(point="in_backward", rank=1, step=2)], spares=1)
     started = {event["rank"]: event["pid"] for event in job.events("worker_started") if event.get("rank") is not None}

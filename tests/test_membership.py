@@ -113,7 +113,7 @@ def test_the_same_exception_three_times_fails_with_the_first_traceback():
 def test_fatal_exception_fails_at_once():
     world = after(training(), lost(1, raised=Raised(1, "Unrecoverable", "all gone", "trace", fatal=True)))
     assert (world.phase, world.evidence) == (Phase.FAILED, "trace")
-    assert "rank 1 says that nothing can be done: Unrecoverable: all gone" in world.reason
+    assert "rank 1: Unrecoverable: all gone" in world.reason
 
 
 def test_exceptions_at_different_steps_do_not_add_up():

@@ -1,7 +1,7 @@
 """Frames between a worker and its host's agent, and between agents.
 
-A frame is two 32-bit big-endian lengths, a JSON object, and raw bytes. Nothing that arrives is unpickled. The JSON object has
-a ``type``; the bytes carry what JSON should not (tensors' memory, recorded results).
+A frame is two 32-bit big-endian lengths, a JSON object, and raw bytes. Nothing that arrives is unpickled. The JSON
+object has a ``type``; the bytes carry what JSON should not (tensors' memory, recorded results).
 """
 
 from __future__ import annotations

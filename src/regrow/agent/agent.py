@@ -173,6 +173,10 @@ class Agent:
             version = await store.compare_and_set(WORLD_KEY, entry.version, decision.world.dumps())
             if version is not None:
                 break
+        if decision.world.generation != before.generation and decision.world.phase is Phase.SETUP:
+            await store.delete(
+                "kv/", prefix=True
+            )  # counters of the abandoned set-up would let the new one's barriers pass
         self._record(before, decision.world)
         self._adopt(decision.world, version)
         self._tell(before, decision.world, event)

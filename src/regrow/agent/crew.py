@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..events import EventLog
+from ..slots import Slots
 from ..wire import Frame
 from . import kv
 from .health import Limits
@@ -33,6 +34,7 @@ from .worker import Environment, Worker
 from .world import Phase, World
 
 _REFILL_AFTER_S = 5.0
+_REFILL_WHOLE_S = 2.0  # the first steps at full strength are part of the recovery: leave them the CPU
 _LAST_WORDS_S = 0.5
 _LAST_WORDS_OF_THE_KILLED_S = 0.05
 _SUSPECT_HOLD_S = 0.2
@@ -73,6 +75,7 @@ class Crew:
         limits = Limits(dead_after_s=options.dead_after_s, stuck_after_s=options.stuck_after_s)
         self.watch = Watch(limits, self._accountable, self._kill)
         self.how: dict[int, str] = {}
+        self._param_bytes = 0
 
     async def start(self) -> None:
         """Listen for workers. They are started by the first world."""
@@ -104,7 +107,7 @@ class Crew:
                 self._setup_t = now
             return
         if len(world.holders) == world.world_size:
-            self._spares.refill()
+            self._refill_in(_REFILL_WHOLE_S)
         elif reconnecting:
             self._refill_later()
 
@@ -122,8 +125,7 @@ class Crew:
         replacement = world.phase is Phase.TRAINING
         incarnation = world.incarnation[rank]
         if not replacement:
-            with contextlib.suppress(FileNotFoundError):
-                self._env.small_state_path(rank).unlink()
+            Slots(self._env.small_state_path(rank)).remove()
         spare = self._spares.take() if replacement else None
         if spare is not None:
             spare.rank, spare.incarnation, spare.replacement = rank, incarnation, True
@@ -169,7 +171,7 @@ class Crew:
 
     def _start_spare(self) -> Worker:
         worker = Worker(spare=True)
-        self._start(worker, self._env.complete(self._env.of_spare()), capture_stderr=True)
+        self._start(worker, self._env.complete(self._env.of_spare(self._param_bytes)), capture_stderr=True)
         return worker
 
     def _start(self, worker: Worker, env: dict[str, str], **streams: Any) -> None:
@@ -181,12 +183,15 @@ class Crew:
         self._alive.add(worker)
 
     def _refill_later(self) -> None:
+        # while ranks are missing it waits as long as their set-up may take, or it would slow them down
+        self._refill_in(max(_REFILL_AFTER_S, self.watch.first_setup_s))
+
+    def _refill_in(self, seconds: float) -> None:
         def refill() -> None:
             if not self._ending and self._world is not None and self._world.phase is Phase.TRAINING:
                 self._spares.refill()
 
-        # while ranks are missing it waits as long as their set-up may take, or it would slow them down
-        asyncio.get_running_loop().call_later(max(_REFILL_AFTER_S, self.watch.first_setup_s), refill)
+        asyncio.get_running_loop().call_later(seconds, refill)
 
     # ------------------------------------------------------------------ what the workers say
 
@@ -228,6 +233,8 @@ class Crew:
                 self._spawn_task(self._suspect(worker, int(head["generation"]), str(head.get("why"))))
             case _:
                 heard = hear(worker, frame, time.monotonic(), t)
+                if head["type"] == "setup_done":
+                    self._param_bytes = max(self._param_bytes, int(head.get("param_bytes", 0)))
                 if head["type"] in ("setup_done", "finished", "raised"):
                     told = {name: value for name, value in head.items() if name != "type"}
                     self._log.append(head["type"], **{**told, "rank": rank, "incarnation": worker.incarnation})
@@ -289,6 +296,9 @@ class Crew:
             patience_s = _LAST_WORDS_S if code is not None and code >= 0 else _LAST_WORDS_OF_THE_KILLED_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker.link.closed.wait(), patience_s)
+        if worker.rank is not None and worker.set_up and worker.raised is None:
+            begun = Slots(self._env.small_state_path(worker.rank)).last_step()
+            worker.step = worker.step if begun is None else begun
         end = ending(worker, t)
         if isinstance(end, Lost):
             self._log.append(

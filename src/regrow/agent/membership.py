@@ -219,9 +219,7 @@ def _lost(world: World, event: Lost) -> Decision:
     world = replace(world, raised=raised, restarts=world.restarts + len(workers))
     for worker in workers:
         if worker.raised is not None and worker.raised.fatal:
-            sentence = (
-                f"rank {worker.rank} says that nothing can be done: {worker.raised.kind}: {worker.raised.message}"
-            )
+            sentence = f"rank {worker.rank}: {worker.raised.kind}: {worker.raised.message}"
             return _failed(world, sentence, event.t, evidence=worker.raised.traceback)
         again = raised.get(f"{worker.rank}@{worker.step}")
         if worker.raised is not None and again is not None and again.count >= SAME_EXCEPTION_LIMIT:

@@ -126,9 +126,10 @@ class Environment:
             "REGROW_INCARNATION": str(incarnation),
         }
 
-    def of_spare(self) -> dict[str, str]:
+    def of_spare(self, param_bytes: int) -> dict[str, str]:
         """What a spare starts with: no rank, not even one inherited from the agent's own environment."""
-        return {**self._common, "TORCHELASTIC_RESTART_COUNT": "0", "REGROW_ROLE": "spare"}
+        own = {"TORCHELASTIC_RESTART_COUNT": "0", "REGROW_ROLE": "spare", "REGROW_PARAM_BYTES": str(param_bytes)}
+        return {**self._common, **own}
 
     def small_state_path(self, rank: int) -> Path:
         """A file in shared memory that only this rank's worker writes and that outlives it."""

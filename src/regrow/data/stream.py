@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from regrow.data.seeded import SeededBatches, WorkerStart, draws_nothing, generators_untouched
 from regrow.data.share import Share
@@ -45,6 +46,23 @@ class Reading:
             raise ValueError(f"prefetch_factor={self.prefetch_factor}: at least 1 batch per worker is needed")
 
 
+class _WorkersIterator(_MultiProcessingDataLoaderIter):
+    """Torch's, but for a dead worker: torch would ask an event whose lock that worker may have died with, and hang."""
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        if not shutdown:
+            raise RuntimeError(f"a data loading worker is gone (pid {self._workers[worker_id].pid})")
+        super()._mark_worker_as_unavailable(worker_id, shutdown)
+
+
+class _Loader(DataLoader[Any]):
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return _WorkersIterator(self)
+
+
 class _Onwards:
     """The positions from a start on: for ever, or to the end of the epoch."""
 
@@ -68,7 +86,7 @@ class Stream:
         self._guard = generators_untouched if draws and reading.num_workers == 0 else nullcontext
         # PDEATHSIG is about the thread that forks: a worker of a passing thread would die with that thread
         dies_with_parent = threading.current_thread() is threading.main_thread()
-        loader: DataLoader[Any] = DataLoader(
+        loader = _Loader(
             SeededBatches(dataset, share, draws=draws),
             batch_sampler=_Onwards(share, position, endless=reading.persistent_workers),  # type: ignore[arg-type]
             num_workers=reading.num_workers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from datetime import timedelta
@@ -20,6 +19,7 @@ from regrow.run.plain import init_plain
 from regrow.run.protected import ProtectedRun
 from regrow.run.step import Step
 from regrow.run.store import AgentStore
+from regrow.run.warm import warm_up
 
 __all__ = ["Run", "Step", "init"]
 
@@ -48,6 +48,8 @@ def init(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) ->
 
 
 def _init_protected(environment: Environment, agent: str, timeout: timedelta) -> Run:
+    if environment.spare:
+        warm_up(environment.param_bytes)  # before the hello: a spare that says it is ready must be
     link = Link(
         agent,
         {
@@ -59,8 +61,6 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             "incarnation": environment.incarnation,
         },
     )
-    if environment.spare:
-        _warm_up()
     assigned = link.wait_assignment()
     head = assigned.head
     _take_identity(assigned)
@@ -109,8 +109,3 @@ def _take_identity(assigned: wire.Frame) -> None:
             target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(target, number)
             os.close(target)
-
-
-def _warm_up() -> None:
-    """Import what the first optimizer would otherwise import after the failure, which takes seconds."""
-    importlib.import_module("torch._dynamo")

@@ -17,6 +17,8 @@ class Environment:
     spare: bool
     rank: int | None
     incarnation: int
+    param_bytes: int
+    """Size of the model that a spare should get ready for; 0 if not known."""
     torchrun: bool
     """Whether rank and world size are there, so that a process group can be made without an agent."""
 
@@ -30,5 +32,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         spare=environ.get("REGROW_ROLE") == "spare",
         rank=None if rank is None else int(rank),
         incarnation=int(environ.get("REGROW_INCARNATION", "0")),
+        param_bytes=int(environ.get("REGROW_PARAM_BYTES", "0")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )

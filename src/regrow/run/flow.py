@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ class Flow:
         self._tag = 0
         self.bytes_in = 0
         self.bytes_out = 0
+        self.receiving_s = 0.0
+        """How long this rank received, memory for it included."""
 
     def run(self, copies: Sequence[Copy]) -> list[Copy]:
         """Do the copies that this rank takes part in; return those that it received."""
@@ -71,6 +74,7 @@ class Flow:
         return pending
 
     def _receive(self, copy: Copy, tag: int) -> None:
+        began = time.monotonic()
         params = self._params(copy)
         text, shared = transfer.receive_bytes(self._channel, copy.sources[0], tag)
         head = json.loads(text)
@@ -82,6 +86,7 @@ class Flow:
         tensors = [tensor for bundle in incoming for tensor in bundle.tensors] + large
         pending = transfer.receive(self._channel, tensors, sources=copy.sources, tag=tag + transfer.HEAD_TAGS)
         self.bytes_in += transfer.finish(pending, tensors)
+        self.receiving_s += time.monotonic() - began
         for bundle in incoming:
             bundle.install()
         if copy.params is None:

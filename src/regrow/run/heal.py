@@ -22,8 +22,8 @@ from regrow.ids import Generation, Rank, Step
 from regrow.plan import Copy, Holding, Own, Plan, Settle, Undo, make_plan
 from regrow.run.flow import Flow
 from regrow.run.link import Link
+from regrow.slots import Left
 from regrow.state.registry import Registry
-from regrow.state.slots import Left
 from regrow.state.small import SmallState
 from regrow.updates import Updates
 
@@ -215,6 +215,7 @@ class Healer:
             generation=generation,
             bytes_in=flow.bytes_in,
             bytes_out=flow.bytes_out,
+            receiving_s=flow.receiving_s,
             seconds=time.monotonic() - began,
         )
 

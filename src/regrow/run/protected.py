@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from regrow import testing, undo
 from regrow.ddp import Buckets, find_ddp
@@ -19,11 +18,12 @@ from regrow.errors import PeerLost, RegrowError
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
+from regrow.run import warm
 from regrow.run.base import Run
 from regrow.run.heal import Healer
-from regrow.run.link import Link
+from regrow.run.link import Link, WorldView
 from regrow.run.step import Step
-from regrow.state.slots import Slots
+from regrow.slots import Slots
 from regrow.state.small import SmallState
 from regrow.updates import Updates
 
@@ -70,8 +70,11 @@ class ProtectedRun(Run):
     def _check(self) -> None:
         for optimizer in self._registry.optimizers.values():
             undo.check_supported(optimizer)
+        sharding = sys.modules.get(
+            "torch.distributed.tensor"
+        )  # importing it takes seconds; without it nothing is sharded
         for param in self._registry.params:
-            if isinstance(param.tensor, DTensor):
+            if sharding is not None and isinstance(param.tensor, sharding.DTensor):
                 raise ValueError(
                     f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
                     "regrow protects data-parallel models (DistributedDataParallel); sharded ones are not supported yet"
@@ -160,10 +163,15 @@ class ProtectedRun(Run):
         else:
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
             self._small.capture(StepNumber(0))
-            self._link.send({"type": "setup_done", "step": 0}, self._fabric.seal())
+            size = sum(param.tensor.nbytes for param in self._registry.params)
+            self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
-        self._link.on_generation = lambda world: self._fabric.abort(f"generation {world.generation} begins")
+        self._link.on_generation = self._sever
         return healer
+
+    def _sever(self, world: WorldView) -> None:
+        """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
+        self._fabric.abort(f"generation {world.generation} begins", below=world.generation)
 
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
@@ -205,6 +213,9 @@ class ProtectedRun(Run):
         if error is None:
             self._updates.complete()
             self._healer.step = StepNumber(self._healer.step + 1)
+            if self._replacement:
+                self._replacement = False
+                warm.settle()
             testing.point("step_end", self._healer.step - 1)
             return False
         if not self._is_peers_fault(error):

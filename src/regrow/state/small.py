@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from regrow.ids import Step
+from regrow.slots import Slots
 from regrow.state import codec
 from regrow.state.registry import Registry, Stateful
-from regrow.state.slots import Slots
 
 LARGE_BYTES = 1 << 16
 """Tensors of shared objects from this size on are mirrored in place instead of being encoded each step."""

@@ -24,6 +24,7 @@ class _Coefficients(NamedTuple):
     square: bool
     buffer: bool
     mean: bool
+    above: float
 
 
 class RMSpropRule(Elementwise):
@@ -36,7 +37,8 @@ class RMSpropRule(Elementwise):
         momentum: b' = mu b + g/d, p' = p - lr b';  else p' = p - lr g/d
 
     Exactness: p within 2 ulp where the update is not larger than p; v, m and b within a few ulp, many where they are
-    much smaller than what the step added. v is never below zero.
+    much smaller than what the step added. v is never below zero, and
+    never below m^2 if centered: the next step takes the root of the difference.
     Kept: p with weight decay and no momentum (p then stands on both sides, divided by something that may be zero); v
     and m if alpha is near 0, b if mu is.
     """
@@ -74,6 +76,7 @@ class RMSpropRule(Elementwise):
             square=note.wanted(SQUARE),
             buffer=note.wanted(BUFFER),
             mean=note.wanted(MEAN),
+            above=1 + 8 * torch.finfo(note.param.dtype).eps,
         )
 
     def invert(self, k: _Coefficients, s: Slice) -> None:
@@ -95,3 +98,6 @@ class RMSpropRule(Elementwise):
             unaverage_square(s.new[SQUARE], grad, k.alpha, s.old[SQUARE])
         if k.mean:
             unlerp(s.new[MEAN], grad, 1 - k.alpha, s.old[MEAN])
+            if k.square:
+                floor = torch.mul(s.old[MEAN], s.old[MEAN], out=s.spare[1]).mul_(k.above)
+                torch.maximum(s.old[SQUARE], floor, out=s.old[SQUARE])

@@ -21,7 +21,7 @@ _MAGIC = b"regrow01"
 
 @dataclass(frozen=True)
 class Left:
-    """What a predecessor left: its own small state at the start of some steps, and the newest from within a step."""
+    """What a predecessor left: its own small state at the start of some steps, and the newest of all."""
 
     starts: dict[Step, bytes]
     live: tuple[Step, bytes] | None
@@ -68,6 +68,9 @@ class _Slot:
             return None
         return step, sequence, payload
 
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
@@ -92,12 +95,26 @@ class Slots:
         self._sequence += 1
         self._lives[self._sequence % 2].write(step, self._sequence, payload)
 
+    def last_step(self) -> Step | None:
+        """Return the newest step that was begun, for the agent to tell where a worker died."""
+        steps = [Step(found[0]) for slot in self._starts if (found := slot.read())]
+        return max(steps, default=None)
+
+    def remove(self) -> None:
+        """Delete what is there: the run starts again from its beginning."""
+        for slot in (*self._starts, *self._lives):
+            slot.remove()
+
     def left(self) -> Left:
         """Read what is there, whoever wrote it; damaged records are passed over."""
         starts = {Step(found[0]): found[2] for slot in self._starts if (found := slot.read())}
         lives = sorted((found for slot in self._lives if (found := slot.read())), key=lambda found: found[1])
         self._sequence = max([self._sequence, *(found[1] for found in lives)])
-        return Left(starts, (Step(lives[-1][0]), lives[-1][2]) if lives else None)
+        live = (Step(lives[-1][0]), lives[-1][2]) if lives else None
+        begun = max(starts, default=None)
+        if begun is not None and (live is None or live[0] < begun):
+            live = (begun, starts[begun])  # nothing was published in that step, so nothing had changed since its start
+        return Left(starts, live)
 
     def close(self) -> None:
         """Unmap; the files stay."""
