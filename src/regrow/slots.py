@@ -15,7 +15,8 @@ from pathlib import Path
 
 from regrow.ids import Step
 
-_HEADER = struct.Struct("<8sqqII")  # magic, step, sequence, length, crc32 of the payload
+_FACTS = struct.Struct("<8sqqI")  # magic, step, sequence, length of the payload
+_HEADER = struct.Struct("<8sqqII")  # the same, and a crc32 over them and the payload
 _MAGIC = b"regrow01"
 
 
@@ -42,7 +43,8 @@ class _Slot:
         # The header goes first to zero and last to its value: a kill in between leaves no valid record.
         self._map[: _HEADER.size] = bytes(_HEADER.size)
         self._map[_HEADER.size : need] = payload
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, step, sequence, len(payload), zlib.crc32(payload))
+        facts = _FACTS.pack(_MAGIC, step, sequence, len(payload))
+        self._map[: _HEADER.size] = facts + zlib.crc32(payload, zlib.crc32(facts)).to_bytes(4, "little")
 
     def _grow(self, need: int) -> None:
         if self._map is not None:
@@ -64,7 +66,8 @@ class _Slot:
             return None
         magic, step, sequence, length, crc = _HEADER.unpack(raw[: _HEADER.size])
         payload = raw[_HEADER.size : _HEADER.size + length]
-        if magic != _MAGIC or len(payload) != length or zlib.crc32(payload) != crc:
+        expected = zlib.crc32(payload, zlib.crc32(raw[: _FACTS.size]))
+        if magic != _MAGIC or len(payload) != length or expected != crc:
             return None
         return step, sequence, payload
 

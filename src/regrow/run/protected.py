@@ -61,6 +61,11 @@ class ProtectedRun(Run):
         self._small: SmallState | None = None
         link.beat = self._beat
         self._report_own_exceptions()
+        if world_size < 2:
+            raise ValueError(
+                "a world of 1 worker has no replica to heal from: start at least 2 (--nproc-per-node 2), "
+                "or run the script without `regrow run`"
+            )
 
     @property
     def generation(self) -> int:
