@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test demo bench chaos format clean
+.PHONY: setup check test test-all demo bench chaos format clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest -q
+
+test-all: setup
+	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -1,4 +1,4 @@
-"""One thread per process, as in a worker: sums come out the same everywhere, and the tests leave room for each other."""
+"""One thread per process, as in a worker: sums come out the same everywhere, and tests leave each other room."""
 
 import os
 

@@ -34,6 +34,8 @@ class Updates:
         self._updated: set[int] = set()
         self._stopped = False
         self._step = Step(0)
+        self._attempt = 0
+        """Counts the starts of steps: an update that was due in an earlier one comes too late, and is dropped."""
         self._ledgers = {id(opt): Ledger(opt, exact=False) for opt in registry.optimizers.values()}
         self._early: set[int] = set()
         """Parameters that were updated wait-free in this step: the user's ``optimizer.step()`` passes them over."""
@@ -53,6 +55,7 @@ class Updates:
         with self._lock:
             self._step = step
             self._stopped = False
+            self._attempt += 1
             self._clear()
 
     def complete(self) -> None:
@@ -64,6 +67,7 @@ class Updates:
         self._updated.clear()
         self._exactly.clear()
         self._early.clear()
+        self._hidden.clear()
         self._latest = None
         self._versions.clear()
         for ledger in self._ledgers.values():
@@ -188,9 +192,11 @@ class Updates:
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
 
+        attempt = self._attempt
+
         def update(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             reduced = future.value()[0]
-            self._update(params, grads)
+            self._update(params, grads, attempt)
             return reduced
 
         future = work.get_future().then(update)
@@ -203,9 +209,9 @@ class Updates:
             self._latest.wait()  # a fault is due here: make sure that the state is the one the point names
         testing.point("between_updates", self._step)
 
-    def _update(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    def _update(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], attempt: int) -> None:
         with self._lock:
-            if self._stopped:
+            if self._stopped or attempt != self._attempt:
                 return
             by_optimizer: dict[int, list[tuple[Param, torch.Tensor]]] = {}
             for tensor, grad in zip(tensors, grads, strict=True):

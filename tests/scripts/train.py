@@ -70,6 +70,9 @@ def main() -> None:
     parser.add_argument("--scaler", action="store_true")
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--dump-at", type=int, nargs="*", default=[], help="save the state at the start of these steps")
+    parser.add_argument("--nothing", action="store_true", help="protect nothing")
+    parser.add_argument("--sever-at", type=int, default=-1, help="rank 0 loses its connections, nobody dies")
     parser.add_argument("--bare", action="store_true", help="no dropout, no batch norm, no loader")
     parser.add_argument("--tail", action="store_true", help="a collective after the update")
     parser.add_argument("--raise-at", type=int, default=-1)
@@ -104,6 +107,8 @@ def main() -> None:
         extras["ema"] = ema
     if not args.bare:
         extras["loader"] = loader
+    if args.nothing:
+        next(run.steps(1))
     run.protect(
         model=model,
         optimizer=opt,
@@ -118,6 +123,12 @@ def main() -> None:
         with step:
             if step.index == args.raise_at and run.rank == args.raise_rank:
                 raise ValueError("this script has a bug")
+            if step.index in args.dump_at:
+                args.out.mkdir(parents=True, exist_ok=True)
+                state = {"params": [p.detach() for p in model.parameters()], "optimizer": opt.state_dict()["state"]}
+                torch.save(state, args.out / f"step{step.index}.rank{run.rank}.pt")
+            if step.index == args.sever_at and run.rank == 0 and step.attempt == 0:
+                run._fabric.abort("a cable was pulled")
             opt.zero_grad()
             total = 0.0
             fixed = [(torch.ones(4, 16), torch.arange(4))]

@@ -91,7 +91,6 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
         replacement=replacement,
         small_state_path=Path(head["small_state_path"]),
         dead_after_s=float(head["dead_after_s"]),
-        setup_deadline_s=float(head.get("setup_deadline_s", 600.0)),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)
     if replacement:

@@ -42,7 +42,6 @@ class Healer:
         updates: Updates,
         buckets: list[Buckets],
         dead_after_s: float,
-        setup_deadline_s: float,
     ) -> None:
         self._rank = rank
         self._link = link
@@ -52,7 +51,6 @@ class Healer:
         self._updates = updates
         self._buckets = buckets
         self._dead_after_s = dead_after_s
-        self._setup_deadline_s = setup_deadline_s
         self._left: Left | None = None
         self.step: Step | None = Step(0)
         """Completed steps; ``None`` while this rank is a replacement that holds nothing."""
@@ -90,7 +88,8 @@ class Healer:
         newer = self._link.wait_for(lambda world: world.generation > generation, timeout_s=2 * self._dead_after_s)
         if not newer:
             self._link.send({"type": "suspect", "generation": generation, "why": problem[:500]})
-            if not self._link.wait_for(lambda world: world.generation > generation, timeout_s=self._setup_deadline_s):
+            limit = self._link.world.setup_deadline_s
+            if not self._link.wait_for(lambda world: world.generation > generation, timeout_s=limit):
                 raise TimeoutError(f"no new generation after {generation} ({problem})")
 
     def _abandon_step(self) -> None:
@@ -126,7 +125,7 @@ class Healer:
         key = f"gen{generation}/here/"
         world = dist.get_world_size()
         ask = self._link.ask
-        limit = self._setup_deadline_s
+        limit = self._link.world.setup_deadline_s
         ask({"type": "store", "op": "set", "key": f"{key}{self._rank}"}, b"1", timeout_s=30.0, current=generation)
         keys = [f"{key}{rank}" for rank in range(world)]
         reply = ask(

@@ -31,6 +31,8 @@ class WorldView:
     lost: tuple[dict[str, Any], ...] = ()
     holders: tuple[int, ...] = ()
     all_finished: bool = False
+    setup_deadline_s: float = 60.0
+    """How long a replacement may take; longer than its agent gives it, so that the agent decides."""
 
 
 class Link:
@@ -158,6 +160,7 @@ class Link:
                     lost=tuple(head.get("lost", ())),
                     holders=tuple(head.get("holders", ())),
                     all_finished=bool(head.get("all_finished")),
+                    setup_deadline_s=float(head.get("setup_deadline_s", 60.0)) + 10.0,
                 )
                 newer = view.generation > self.world.generation
                 if newer and self.on_generation is not None:

@@ -43,7 +43,6 @@ class ProtectedRun(Run):
         replacement: bool,
         small_state_path: Path,
         dead_after_s: float,
-        setup_deadline_s: float,
     ) -> None:
         super().__init__(rank, world_size)
         self._link = link
@@ -51,7 +50,6 @@ class ProtectedRun(Run):
         self._replacement = replacement
         self._slots = Slots(small_state_path)
         self._dead_after_s = dead_after_s
-        self._setup_deadline_s = setup_deadline_s
         self._in_step = False
         self._interrupted: str | None = None
         self._attempt = 0
@@ -157,7 +155,6 @@ class ProtectedRun(Run):
             updates=self._updates,
             buckets=buckets,
             dead_after_s=self._dead_after_s,
-            setup_deadline_s=self._setup_deadline_s,
         )
         if self._replacement:
             healer.arrive(self._slots.left())
