@@ -14,12 +14,12 @@ from regrow import testing
 
 HERE = Path(__file__).parent
 WORKERS = 4
-STEPS = 60
+STEPS = 120
 KILLS = [
-    testing.Fault(point="in_backward", rank=0, step=12),
-    testing.Fault(point="between_updates", rank=2, step=27, nth=2),
-    testing.Fault(point="before_forward", rank=1, step=42),
-    testing.Fault(point="before_forward", rank=3, step=42),
+    testing.Fault(point="in_backward", rank=0, step=65),
+    testing.Fault(point="between_updates", rank=2, step=85),
+    testing.Fault(point="before_forward", rank=1, step=108),
+    testing.Fault(point="before_forward", rank=3, step=108),
 ]
 
 

@@ -73,7 +73,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        if run.rank == 0 and step.index % 10 == 0:
+        if run.rank == 0 and step.index % 25 == 0:
             print(f"step {step.index:3d}  loss {loss.item():.4f}", flush=True)
 
     if args.out is not None:

@@ -85,7 +85,7 @@ def _failure(run: list[Event], index: int) -> Failure:
         noticed_t=noticed_t,
         who=tuple(who),
         reason=str(start.get("reason", "")),
-        plan=(*map(str, plan.get("lines", ())), *([f"because {plan['reason']}"] if plan.get("reason") else [])),
+        plan=tuple(map(str, plan.get("lines", ()))),
         bytes_in=sum(int(event.get("bytes_in") or 0) for event in moved),
         transfer_s=max([float(event.get("seconds") or 0.0) for event in moved], default=0.0),
         reached_s=reached,

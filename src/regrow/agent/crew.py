@@ -107,7 +107,7 @@ class Crew:
                 self._setup_t = now
             return
         if len(world.holders) == world.world_size:
-            self._refill_in(_REFILL_WHOLE_S)
+            self._refill_in(_REFILL_WHOLE_S if world.generation else 0.0)
         elif reconnecting:
             self._refill_later()
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from regrow.ids import Rank, Step
 from regrow.plan.ranges import Indices
+
+
+def name_ranks(ranks: Sequence[Rank]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    text = ", ".join(str(rank) for rank in ranks)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 class Own(StrEnum):
@@ -27,9 +34,10 @@ class Undo:
     params: Indices
     exact: bool
 
-    def __str__(self) -> str:
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
         how = "to the very bits" if self.exact else "by arithmetic, within a few ulp"
-        return f"undo     rank {self.rank}: {len(self.params)} parameters back to step {self.to_step}, {how}"
+        return f"undo     {name_ranks(ranks)}: {len(self.params)} parameters back to step {self.to_step}, {how}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +54,10 @@ class Copy:
     params: Indices | None
     staged: bool
 
-    def __str__(self) -> str:
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
         what = "everything" if self.params is None else f"{len(self.params)} parameters"
-        who = ", ".join(str(source) for source in self.sources)
-        return f"copy     rank {self.rank}: {what} at step {self.step} from rank{'s' * (len(self.sources) > 1)} {who}"
+        return f"copy     {name_ranks(ranks)}: {what} at step {self.step} from {name_ranks(self.sources)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +68,9 @@ class Settle:
     step: Step
     own: Own
 
-    def __str__(self) -> str:
-        return f"settle   rank {self.rank}: step {self.step}, own random state and buffers {self.own.value}"
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        return f"settle   {name_ranks(ranks)}: step {self.step}, own random state and buffers {self.own.value}"
 
 
 Action = Undo | Copy | Settle
@@ -84,4 +93,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan as a person reads it."""
         head = f"go on at step {self.step}: {self.reason}"
-        return [head, *(str(action) for action in self.actions), *(f"warning  {text}" for text in self.warnings)]
+        alike: dict[Action, list[Rank]] = {}
+        for action in self.actions:
+            alike.setdefault(replace(action, rank=Rank(-1)), []).append(action.rank)
+        said = [action.describe(ranks) for action, ranks in alike.items()]
+        return [head, *said, *(f"warning  {text}" for text in self.warnings)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from regrow.errors import Unrecoverable
 from regrow.ids import Rank, Step
-from regrow.plan.actions import Action, Copy, Own, Plan, Settle, Undo
+from regrow.plan.actions import Action, Copy, Own, Plan, Settle, Undo, name_ranks
 from regrow.plan.holdings import Holding
 from regrow.plan.ranges import Indices
 
@@ -78,8 +78,8 @@ def _roll_forward(ranks: Sequence[Holding], survivors: Sequence[Holding], step: 
     ]
     actions += _copies_to_replacements(ranks, sources, step)
     settled, warnings = _settle(ranks, step)
-    who = _names([holding.rank for holding in complete])
-    laggards = _names([holding.rank for holding in behind])
+    who = name_ranks([holding.rank for holding in complete])
+    laggards = name_ranks([holding.rank for holding in behind])
     return Plan(
         step=step,
         reason=f"{who} completed step {step - 1}, {laggards} did not: the finished result is copied, not recomputed",
@@ -170,8 +170,3 @@ def _copies_to_replacements(ranks: Sequence[Holding], sources: tuple[Rank, ...],
         for holding in ranks
         if holding.fresh
     ]
-
-
-def _names(ranks: Sequence[Rank]) -> str:
-    text = ", ".join(str(rank) for rank in ranks)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

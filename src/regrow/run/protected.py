@@ -52,6 +52,7 @@ class ProtectedRun(Run):
         self._dead_after_s = dead_after_s
         self._in_step = False
         self._interrupted: str | None = None
+        self._woken_t = 0.0
         self._attempt = 0
         self._waiting = False
         self._healer: Healer | None = None
@@ -178,9 +179,20 @@ class ProtectedRun(Run):
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
         problem, self._interrupted = self._interrupted, None
+        woken_t = time.time() if problem is None else self._woken_t
         if self._link.generation == self._fabric.generation:
             self._fabric.abort(problem or "")
             healer.wait_for_newer(Generation(self._fabric.generation), problem or "a new generation began")
+        self._link.send(
+            {
+                "type": "event",
+                "event": "woken",
+                "t": woken_t,
+                "generation": self._link.generation,
+                "step": healer.step,
+                "error": problem,
+            }
+        )
         healer.join()
         self._waiting = False
 
@@ -223,16 +235,7 @@ class ProtectedRun(Run):
         if not self._is_peers_fault(error):
             return False
         self._interrupted = f"{type(error).__name__}: {str(error)[:300]}"
-        self._link.send(
-            {
-                "type": "event",
-                "event": "woken",
-                "t": time.time(),
-                "generation": self._link.generation,
-                "step": self._healer.step,
-                "error": self._interrupted,
-            }
-        )
+        self._woken_t = time.time()
         return True
 
     def _is_peers_fault(self, error: BaseException) -> bool:
