@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,30 @@ class Log:
 
 
 def compare(run: regrow.Run, log: Log, steps: int, wait_free: bool, exact: bool) -> None:
-    """Take a protected and a plain step in turn, and time each."""
+    """Take a protected and a plain step in turn, now one first and now the other, and time each."""
     plain_group = dist.new_group(backend="gloo")
     plain, protected = Trainer(plain_group), Trainer()
     run.protect(model=protected.model, optimizer=protected.optimizer, wait_free=wait_free, exact=exact)
     iterator = run.steps(steps)
-    end = object()
-    while True:
+
+    def protected_step() -> None:
+        with next(iterator):
+            protected.step()
+
+    def timed(call: Callable[[], None]) -> float:
         dist.barrier(plain_group)
         began = time.perf_counter()
-        step = next(iterator, end)
-        if step is end:
-            break
-        with step:
-            protected.step()
-        middle = time.perf_counter()
-        dist.barrier(plain_group)
-        again = time.perf_counter()
-        plain.step()
-        log.write(protected_s=middle - began, plain_s=time.perf_counter() - again)
+        call()
+        return time.perf_counter() - began
+
+    for number in range(steps):
+        if number % 2:
+            protected_s, plain_s = timed(protected_step), timed(plain.step)
+        else:
+            plain_s, protected_s = timed(plain.step), timed(protected_step)
+        log.write(protected_s=protected_s, plain_s=plain_s)
+    for _ in iterator:  # there is none left: this ends the run in good order
+        pass
 
 
 def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
