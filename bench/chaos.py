@@ -144,6 +144,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600, help="steps of a round")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     dice = random.Random(args.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     left, rounds, expected = args.kills, 0, ""

@@ -55,6 +55,7 @@ class ProtectedRun(Run):
         self._woken_t = 0.0
         self._attempt = 0
         self._waiting = False
+        self._warned = False
         self._healer: Healer | None = None
         self._updates: Updates | None = None
         self._small: SmallState | None = None
@@ -120,6 +121,7 @@ class ProtectedRun(Run):
                 for_step, self._attempt = healer.step, 0
             if healer.step >= count:
                 if self._finish(healer):
+                    self._fabric.before_collective = None
                     return
                 continue
             if self._small.step != healer.step:  # a retry goes on from what was captured the first time
@@ -160,6 +162,7 @@ class ProtectedRun(Run):
         if self._replacement:
             healer.arrive(self._slots.left())
             self._fabric.go_live()
+            self._link.on_generation = self._sever
             self._waiting = True
             healer.join()
             self._waiting = False
@@ -167,9 +170,9 @@ class ProtectedRun(Run):
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
             self._small.capture(StepNumber(0))
             size = sum(param.tensor.nbytes for param in self._registry.params)
+            self._link.on_generation = self._sever
             self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
-        self._link.on_generation = self._sever
         return healer
 
     def _sever(self, world: WorldView) -> None:
@@ -255,6 +258,7 @@ class ProtectedRun(Run):
 
     def _before_collective(self, op: str) -> None:
         if not self._in_step:
+            self._warn_outside(op)
             return
         assert self._healer is not None and self._healer.step is not None
         assert self._small is not None and self._updates is not None
@@ -263,6 +267,17 @@ class ProtectedRun(Run):
             self._updates.expect_failures_after_update()
         if op not in _REDUCTIONS_BY_BROADCAST:
             testing.point("in_backward", self._healer.step)
+
+    def _warn_outside(self, op: str) -> None:
+        if self._waiting or self._warned:
+            return
+        self._warned = True
+        print(
+            f"[regrow] rank {self.rank}: {op} outside of `with step:` is not protected: a failure during it ends this "
+            "worker; move it into the step",
+            file=sys.stderr,
+            flush=True,
+        )
 
     # the agent -------------------------------------------------------------------------------------------------------
 
