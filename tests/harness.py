@@ -44,9 +44,10 @@ def run_job(
     script: Path = SCRIPT,
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
+    log_dir: Path | None = None,
 ) -> Job:
     """Run a job to its end; everything it started is gone afterwards, also when it is late."""
-    log_dir = Path(tempfile.mkdtemp(prefix="regrow-test-log-"))
+    log_dir = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="regrow-test-log-"))
     out = log_dir / "out"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
     if faults:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import signal
 import socket
 import threading
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from harness import Job, run_job
+from regrow import events
 from regrow.testing import Fault
 
 IN_STEP = ("before_forward", "in_backward", "after_update", "step_end")
@@ -97,6 +99,28 @@ def test_a_stopped_worker_counts_as_dead():
     faults = [Fault(point="in_backward", rank=1, step=2, action="stop")]
     job = check("--steps", "5", nproc=2, faults=faults, flags=("--dead-after", "1"))
     assert "heartbeat" in job.output
+
+
+def test_a_replacement_that_is_stopped_while_it_starts(tmp_path):
+    """It has no heartbeat to miss yet: the agent must see it from outside."""
+    done = threading.Event()
+
+    def stop_the_replacement() -> None:
+        while not done.wait(0.02):
+            for event in events.read(tmp_path) if list(tmp_path.glob("events*")) else []:
+                if event["event"] == "worker_started" and event["incarnation"] == 1:
+                    os.kill(event["pid"], signal.SIGSTOP)
+                    return
+
+    thread = threading.Thread(target=stop_the_replacement, name="stopper")
+    thread.start()
+    try:
+        faults = [Fault(point="in_backward", rank=1, step=2)]
+        job = check("--steps", "5", nproc=2, faults=faults, deaths=2, flags=("--dead-after", "1"), log_dir=tmp_path)
+    finally:
+        done.set()
+        thread.join()
+    assert "while it started" in job.output
 
 
 def test_everything_a_script_may_protect():

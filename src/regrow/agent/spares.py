@@ -68,6 +68,8 @@ class SparePool:
 
     def failed(self, worker: Worker) -> None:
         """A spare ended before it said hello; if that goes on there is no use in starting more."""
+        if (worker.process.returncode or 0) < 0:
+            return  # someone killed it: that says nothing about the script
         self._failures += 1
         if self._failures == _FAILURES_LIMIT:
             self._wanted = 0

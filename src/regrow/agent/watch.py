@@ -54,5 +54,8 @@ class Watch:
             if judgement.verdict is not Verdict.WELL:
                 self._kill(worker, judgement.reason)
                 return
+        elif worker.link is None and worker.stopped_for(now) > self._limits.dead_after_s:
+            self._kill(worker, f"stopped for {worker.stopped_for(now):.1f} s while it started")
+            return
         if worker.replacement and not worker.resumed and now - worker.attempt_t > self.setup_deadline_s:
             self._kill(worker, f"its set-up as a replacement took more than {self.setup_deadline_s:.0f} s")

@@ -42,6 +42,7 @@ class Worker:
     raised_step: int | None = None
     killed_because: str = ""
     stopped: bool = False
+    stopped_t: float | None = None
     cpu_ticks: int = -1
     heartbeat_t: float = 0.0
     cpu_t: float = 0.0
@@ -66,6 +67,16 @@ class Worker:
             self.progress, self.progress_t = progress, now
         if isinstance(head.get("step"), int):
             self.step = head["step"]
+
+    def stopped_for(self, now: float) -> float:
+        """Return for how long a process that has not said hello has been seen stopped: it has no heartbeat to miss."""
+        look = cpu_and_state(self.process.pid)
+        if look is None or look[1] not in "Tt":
+            self.stopped_t = None
+            return 0.0
+        if self.stopped_t is None:
+            self.stopped_t = now
+        return now - self.stopped_t
 
     def judge(self, now: float, limits: Limits) -> Judgement:
         """Look at the process, then at what it said. Set-up may take as long as it likes."""
