@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,7 +136,7 @@ def disturbed(job: Job, kills: int, steps: int, dice: random.Random, deadline_s:
     return done
 
 
-def main() -> int:
+def main() -> None:
     """Run rounds until the kills are used up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
@@ -147,34 +148,42 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     dice = random.Random(args.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    home = Path(tempfile.mkdtemp(prefix="regrow-chaos-"))
+    try:
+        struck, rounds = rain(args, home, dice)
+    except BaseException:
+        print(f"logs and events of every round: {home}", file=sys.stderr)
+        raise
+    shutil.rmtree(home)
+    print(f"{struck} kills in {rounds} rounds: no hang, every result identical to the undisturbed run")
+
+
+def rain(args: argparse.Namespace, home: Path, dice: random.Random) -> tuple[int, int]:
+    """An undisturbed round, then disturbed ones until the kills are used up; return how many of both."""
     left, rounds, expected = args.kills, 0, ""
-    with tempfile.TemporaryDirectory(prefix="regrow-chaos-") as name:
-        while rounds == 0 or left > 0:
-            wait_free = rounds % 2 == 1
-            home = Path(name) / str(rounds)
-            job = Job(home, workers=args.workers, spares=args.spares, steps=args.steps, wait_free=wait_free)
-            try:
-                kills = disturbed(job, left, args.steps, dice, 60.0) if rounds else 0
-                code = job.wait(600.0)
-            finally:
-                job.end()
-            if code != 0:
-                print(f"round {rounds}: exit code {code}\n" + "".join(job.lines[-80:]))
-                return 1
-            digest = job.digest()
-            expected = expected or digest
-            left -= kills
-            generations = sum(event["event"] == "generation" for event in job.events())
-            fate = "undisturbed" if rounds == 0 else f"{kills} kills, {generations} generations"
-            same = digest == expected
-            print(f"round {rounds}: {fate}, sha256 {digest[:16]}, {'identical' if same else 'DIFFERENT'}", flush=True)
-            if not same:
-                print("".join(line for line in job.lines if "regrow" in line))
-                return 1
-            rounds += 1
-    print(f"{args.kills - left} kills in {rounds - 1} rounds: no hang, every result identical to the undisturbed run")
-    return 0
+    while rounds == 0 or left > 0:
+        job = Job(
+            home / str(rounds), workers=args.workers, spares=args.spares, steps=args.steps, wait_free=rounds % 2 == 1
+        )
+        try:
+            kills = disturbed(job, left, args.steps, dice, 60.0) if rounds else 0
+            code = job.wait(600.0)
+        finally:
+            job.end()
+        if code != 0:
+            raise SystemExit(f"round {rounds}: exit code {code}\n" + "".join(job.lines[-80:]))
+        digest = job.digest()
+        expected = expected or digest
+        left -= kills
+        generations = sum(event["event"] == "generation" for event in job.events())
+        fate = "undisturbed" if rounds == 0 else f"{kills} kills, {generations} generations"
+        same = digest == expected
+        print(f"round {rounds}: {fate}, sha256 {digest[:16]}, {'identical' if same else 'DIFFERENT'}", flush=True)
+        if not same:
+            raise SystemExit("".join(line for line in job.lines if "regrow" in line))
+        rounds += 1
+    return args.kills - left, rounds - 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
