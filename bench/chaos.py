@@ -21,9 +21,19 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 from regrow import events
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "transformer.py"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: neither dead nor stopped."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Job:
@@ -65,16 +75,25 @@ class Job:
         return pids
 
     def settled(self) -> bool:
-        """Whether every rank trains in the newest generation."""
-        generation, resumed, training = 0, set(), False
+        """Whether every rank lives, as far as can be seen from outside, and trains in the newest generation.
+
+        Without the first half the next kill would come before the last one is noticed, until no rank is left that holds
+        the state: then even the best can only begin from the start.
+        """
+        if not all(alive(pid) for pid in self.pids().values()):
+            return False
+        generation, resumed, begun = 0, set(), 0
         for event in self.events():
             if event["event"] == "generation":
                 generation, resumed = event["generation"], set()
             elif event["event"] == "resumed" and event["generation"] == generation:
                 resumed.add(event["rank"])
             elif event["event"] == "training":
-                training = True
-        return training and (generation == 0 or len(resumed) == self.workers)
+                begun += 1
+        if begun > 1:
+            self.end()
+            raise SystemExit("LOST STEPS: the run began again from its start\n" + "".join(self.lines[-60:]))
+        return begun == 1 and (generation == 0 or len(resumed) == self.workers)
 
     def wait(self, timeout_s: float) -> int:
         try:
@@ -145,6 +164,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="steps of a round")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.workers < 3:
+        parser.error("--workers must be at least 3: two are killed at once, and one must be left that holds the state")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     dice = random.Random(args.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regrow.ddp import REDUCER_METHODS, Buckets, after_backward, find_ddp
+from regrow.ddp import REDUCER_METHODS, Bucket, Buckets, Reductions, after_backward, find_ddp
 from regrow.group import Fabric, Mode
 
 
@@ -93,3 +93,101 @@ def test_after_backward_comes_after_ddps_own_end(fabric):
     ddp.register_comm_hook(None, hook)
     step(ddp)
     assert seen == [[True] * 8]
+
+
+class Heard:
+    """What a listener was told in one backward, and whether the gradients were right when backward was over."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.right: list[bool] = []
+
+    def reducing(self, bucket: Bucket) -> None:
+        self.told.append(("reducing", bucket.index))
+
+    def issued(self, bucket: Bucket, gradients: list[torch.Tensor], work: dist.Work) -> None:
+        self.told.append(("issued", bucket.index))
+        pairs = list(zip(bucket.params, gradients, strict=True))
+        after_backward(lambda: self.right.append(all(torch.equal(param.grad, grad) for param, grad in pairs)))
+
+
+def listened(ddp: DistributedDataParallel, fabric: Fabric) -> tuple[Buckets, Heard]:
+    buckets, heard = Buckets(ddp, fabric), Heard()
+    Reductions(ddp, buckets, heard)
+    return buckets, heard
+
+
+def test_reductions_are_told_from_the_third_backward_on(fabric):
+    """The first one comes before buckets are rebuilt, in the second one their buffers are learnt."""
+    ddp = wrapped()
+    buckets, heard = listened(ddp, fabric)
+    step(ddp)
+    step(ddp)
+    assert heard.told == []
+    step(ddp)
+    count = len(buckets.contents())
+    assert count >= 2
+    assert heard.told == [(what, index) for index in range(count) for what in ("reducing", "issued")]
+    assert heard.right == [True] * count
+    held = [param for bucket in buckets.contents() for param in bucket.params]
+    assert {id(param) for param in held} == {id(param) for param in ddp.parameters()}
+
+
+def test_gradients_that_lie_in_another_order(fabric):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(model)
+    _, heard = listened(ddp, fabric)
+    for _ in range(3):
+        ddp(torch.ones(2, 3, 9, 9)).sum().backward()
+    assert heard.right == [True]
+
+
+def test_a_sum_of_the_users_is_not_taken_for_a_bucket(fabric):
+    ddp = wrapped()
+    buckets, heard = listened(ddp, fabric)
+    step(ddp)
+    ddp(torch.ones(2, 64))
+    sizes = [bucket.numel() for bucket in buckets.contents()]
+    mine = [torch.full((size,), 7.0) for size in sizes]
+    for param in ddp.parameters():  # before, between and after DDP's own
+        param.register_hook(lambda grad: [dist.all_reduce(tensor) for tensor in mine] and None)
+    ddp.zero_grad()
+    step(ddp)
+    dist.all_reduce(mine[0])
+    assert heard.told == []
+    step(ddp)
+    assert len(heard.told) == 2 * len(sizes)
+    assert heard.right == [True] * len(sizes)
+
+
+def test_new_buckets_are_learnt_anew_also_after_an_interruption(fabric):
+    ddp = wrapped()
+    buckets, heard = listened(ddp, fabric)
+    for _ in range(3):
+        step(ddp)
+    heard.told.clear()
+    buckets.apply(buckets.layout)
+
+    def fail(grad):
+        raise ValueError("in the middle of backward")
+
+    handle = next(iter(ddp.parameters())).register_hook(fail)
+    with pytest.raises(ValueError, match="middle"):
+        step(ddp)
+    handle.remove()
+    buckets.apply(buckets.layout)
+    step(ddp)
+    assert heard.told == []
+    step(ddp)
+    assert len(heard.told) == 2 * len(buckets.contents())
+
+
+def test_what_changes_the_gradients_is_refused(fabric):
+    hooked = wrapped()
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(ValueError, match="communication hook"):
+        listened(hooked, fabric)
+    foreign = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group(backend="gloo"))
+    with pytest.raises(ValueError, match="process group that regrow did not make"):
+        listened(foreign, fabric)

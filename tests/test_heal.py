@@ -200,6 +200,8 @@ def test_a_bug_is_not_a_fault():
         (2, ("--nothing",), "nothing is protected: call run.protect("),
         (2, ("--optimizer", "lbfgs"), "LBFGS"),
         (1, (), "a world of 1 worker has no replica"),
+        (2, ("--wait-free", "--clip"), "was changed after backward"),
+        (2, ("--wait-free", "--accumulate", "2", "--sync-all"), "was reduced twice in one step"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(nproc, args, sentence):

@@ -1,23 +1,25 @@
 """The one place that touches DistributedDataParallel's private parts.
 
-Three things are needed that DDP does not offer: to forget an interrupted backward, to keep the layout of its gradient
-buckets across a recovery (the order in which a ring sums an element depends on where it lies in its bucket), and to
-give a replacement that layout. All are done with methods of its reducer; ``tests/test_ddp_seam.py`` fails when
-PyTorch changes them.
+Four things are needed that DDP does not offer: to forget an interrupted backward, to keep the layout of its gradient
+buckets across a recovery (the order in which a ring sums an element depends on where it lies in its bucket), to give a
+replacement that layout, and to know when a bucket is reduced without taking over its reduction. All rest on methods of
+its reducer and on the order in which it works; ``tests/test_ddp_seam.py`` fails when PyTorch changes them.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regrow.group import Fabric
+from regrow.group import Fabric, HealingGroup
 
 REDUCER_METHODS = ("_rebuild_buckets", "_reset_state", "_push_all_rebuilt_params")
 
@@ -43,6 +45,8 @@ class Buckets:
             raise RuntimeError(f"this PyTorch's DDP reducer lacks {missing}: regrow supports torch 2.13")
         self._ddp = ddp
         self._fabric = fabric
+        self.builds = 0
+        """Counts what makes buckets anew, or takes them out of the middle of a backward."""
         self.layout: list[list[int]] | None = None
         """What the rebuilding of buckets would broadcast from rank 0; ``None`` before it has happened."""
         # DDP rebuilds at the first forward after its first synchronised backward; the hook does it just before, so that
@@ -56,6 +60,7 @@ class Buckets:
         if not self._rebuild(seen, None):
             return
         self.layout = seen
+        self.builds += 1
         self._hook.remove()
         self._agree()
 
@@ -94,6 +99,7 @@ class Buckets:
 
     def apply(self, layout: list[list[int]] | None) -> None:
         """Forget an interrupted backward and take the layout (``None``: buckets were not rebuilt yet)."""
+        self.builds += 1
         self._ddp.reducer._reset_state()
         if layout is None:
             return
@@ -102,3 +108,138 @@ class Buckets:
         if not self._rebuild([], layout):
             raise RuntimeError("DDP did not rebuild its buckets: regrow supports torch 2.13")
         self.layout = layout
+
+    def contents(self) -> list[Bucket]:
+        """Return the buckets in the order in which they are reduced; none before they were rebuilt."""
+        if self.layout is None:
+            return []
+        indices, sizes = self.layout
+        params = [param for param in self._ddp._module_parameters if param.requires_grad]
+        found, start = [], 0
+        for number, size in enumerate(sizes):
+            members = tuple(params[index] for index in indices[start : start + size])
+            found.append(Bucket(number, number == len(sizes) - 1, members))
+            start += size
+        return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bucket:
+    """The parameters whose gradients are reduced together."""
+
+    index: int
+    last: bool
+    params: tuple[torch.Tensor, ...]
+
+    def numel(self) -> int:
+        """Return the number of elements of all its gradients."""
+        return sum(param.numel() for param in self.params)
+
+    def gradients(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' gradients as views of the bucket's buffer."""
+        found, start = [], 0
+        for param in self.params:
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            if reach == param.numel():  # dense in some order (channels last): the gradient lies in the same order
+                found.append(buffer.as_strided(param.shape, param.stride(), buffer.storage_offset() + start))
+            else:
+                found.append(buffer.narrow(0, start, param.numel()).view(param.shape))
+            start += param.numel()
+        return found
+
+
+class BucketListener(Protocol):
+    """Wants to know of the reductions of DDP's buckets. Called in the thread that runs backward."""
+
+    def reducing(self, bucket: Bucket) -> None:
+        """This bucket's reduction is about to be issued."""
+
+    def issued(self, bucket: Bucket, gradients: list[torch.Tensor], work: dist.Work) -> None:
+        """This bucket's reduction is under way; when ``work`` is done the gradients are the mean over all ranks."""
+
+
+class Reductions:
+    """Tells of the reductions of one DDP module's buckets, which DDP issues itself.
+
+    A communication hook would tell of them, too, but leaves it to the hook to scale the gradients, which costs another
+    pass over all of them; DDP does it while it copies. So the group tells of every sum, and those of buckets are known
+    by the address of their buffer. The addresses are learnt in the first backward after buckets were built: of what was
+    summed in it, the buffers that after it hold the very gradients of a bucket's parameters.
+    """
+
+    TRIES = 10
+
+    def __init__(self, ddp: DistributedDataParallel, buckets: Buckets, listener: BucketListener) -> None:
+        group = ddp.process_group
+        if not isinstance(group, HealingGroup):
+            raise ValueError(
+                "protect(wait_free=True): the DistributedDataParallel model uses a process group that regrow did not "
+                "make; leave process_group unset, or pass one made by dist.new_group() with the default backend"
+            )
+        if ddp._comm_hooks or getattr(ddp, "mixed_precision", None) is not None:
+            raise ValueError(
+                "protect(wait_free=True): a communication hook or mixed_precision of DistributedDataParallel changes "
+                "the gradients between their reduction and the update; use one or the other"
+            )
+        self._buckets = buckets
+        self._listener = listener
+        self._build = -1
+        self._contents: list[Bucket] = []
+        self._seen: list[torch.Tensor] = []
+        self._known: dict[int, Bucket] = {}
+        self._tries = 0
+        group.watchers.append(self)
+
+    def summing(self, tensor: torch.Tensor) -> None:
+        """The group is about to sum a tensor over the ranks."""
+        if self._build != self._buckets.builds:
+            self._build = self._buckets.builds
+            self._contents = self._buckets.contents()
+            self._known.clear()
+            self._seen.clear()
+        bucket = self._known.get(tensor.data_ptr())
+        if bucket is not None:
+            self._listener.reducing(bucket)
+
+    def issued(self, tensor: torch.Tensor, work: dist.Work) -> None:
+        """The group sums a tensor over the ranks."""
+        bucket = self._known.get(tensor.data_ptr())
+        if bucket is not None:
+            self._listener.issued(bucket, bucket.gradients(tensor), work)
+        elif not self._known:
+            self._learn(tensor)
+
+    def _learn(self, tensor: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1 or tensor.dim() != 1:  # not in a backward
+            return
+        if any(tensor.numel() == bucket.numel() for bucket in self._contents):
+            if not self._seen:
+                after_backward(self._verify)
+            self._seen.append(tensor)
+
+    def _verify(self) -> None:
+        seen, self._seen = self._seen, []
+        found: dict[int, Bucket] = {}
+        for bucket in self._contents:
+            buffers = [buffer for buffer in seen if buffer.numel() == bucket.numel()]
+            buffer = next((buffer for buffer in buffers if _are_gradients(bucket, buffer)), None)
+            if buffer is not None:
+                found[buffer.data_ptr()] = bucket
+        if len(found) == len(self._contents):
+            self._known, self._tries = found, 0
+            return
+        self._tries += 1
+        if self._tries == self.TRIES:
+            print(
+                "[regrow] wait-free updates are off: what DistributedDataParallel reduces are not the gradients that "
+                "it leaves in the parameters; the result is right all the same",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _are_gradients(bucket: Bucket, buffer: torch.Tensor) -> bool:
+    return all(
+        param.grad is not None and param.grad.dtype == gradient.dtype and torch.equal(param.grad, gradient)
+        for param, gradient in zip(bucket.params, bucket.gradients(buffer), strict=True)
+    )

@@ -1,27 +1,24 @@
 """Knows which parameters the current step has updated, and can take those updates back.
 
 Attached to optimizers through their public step hooks. With wait-free updates the parameters of a bucket are updated
-by DDP's communication hook, in a thread of the group, as soon as the bucket's gradient has been reduced.
+in a thread of the group, as soon as the bucket's gradient has been reduced.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from regrow import testing
-from regrow.ddp import after_backward
+from regrow import pieces, testing
+from regrow.ddp import Bucket, after_backward
 from regrow.ids import Step
 from regrow.plan import Indices
 from regrow.state.registry import Param, Registry
-from regrow.undo import Ledger
+from regrow.undo import Ledger, rule_for
 
 
 class Updates:
@@ -41,7 +38,9 @@ class Updates:
         """Parameters that were updated wait-free in this step: the user's ``optimizer.step()`` passes them over."""
         self._exactly: set[int] = set()
         """Those of the updated for which the very bits are kept."""
-        self._latest: torch.futures.Future[torch.Tensor] | None = None
+        self._due: set[int] = set()
+        """Parameters of which a wait-free update is due or done in this step; the main thread's, unlike `_early`."""
+        self._pending: list[torch.futures.Future[None]] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._versions: dict[int, int] = {}
         for optimizer in registry.optimizers.values():
@@ -68,7 +67,8 @@ class Updates:
         self._exactly.clear()
         self._early.clear()
         self._hidden.clear()
-        self._latest = None
+        self._due.clear()
+        self._pending.clear()
         self._versions.clear()
         for ledger in self._ledgers.values():
             ledger.clear()
@@ -165,97 +165,71 @@ class Updates:
             self._hidden.append((param.tensor, grad))
             param.tensor.grad = None
 
-    # wait-free -------------------------------------------------------------------------------------------------------
+    # wait-free: a listener to the reductions of DDP's buckets --------------------------------------------------------
 
-    def wait_free(self, ddp: DistributedDataParallel) -> None:
-        """Update each bucket's parameters as soon as its gradient is reduced."""
+    def expect_early_updates(self) -> None:
+        """Keep exact records of every update: each may have to be taken back."""
         if self._exact:
             for ledger in self._ledgers.values():
                 ledger.exact = True
 
-        def hook(group: Any, bucket: Any) -> Any:
-            return self._reduce_then_update(group, bucket)
-
-        # DDP compares the annotations themselves, not their text
-        hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        ddp.register_comm_hook(ddp.process_group, hook)
-
-    def _reduce_then_update(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        params, grads = bucket.parameters(), bucket.gradients()
-        if bucket.index() > 0:
+    def reducing(self, bucket: Bucket) -> None:
+        """A bucket's reduction is about to be issued."""
+        if bucket.index > 0:
             self._between_updates()
-        # Scaled before the sum, and by the reciprocal, as DDP itself does: the bits are those of plain DDP.
-        buffer.mul_(1.0 / group.size())
-        if bucket.is_last():
-            after_backward(self._note_gradients)
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        assert work is not None
+        for tensor in bucket.params:
+            param = self._registry.param_of(tensor)
+            if param is not None and param.index in self._due:
+                raise ValueError(
+                    f"the gradient of {param.name} was reduced twice in one step, but wait-free updates have used it "
+                    "already: run all but the last backward under no_sync(), or call protect(wait_free=False)"
+                )
 
+    def issued(self, bucket: Bucket, gradients: list[torch.Tensor], work: dist.Work) -> None:
+        """A bucket's reduction is under way: update its parameters when it is done."""
+        by_optimizer: dict[int, list[tuple[Param, torch.Tensor]]] = {}
+        for tensor, grad in zip(bucket.params, gradients, strict=True):
+            param = self._registry.param_of(tensor)
+            if param is not None and param.optimizer is not None:
+                by_optimizer.setdefault(id(param.optimizer), []).append((param, grad))
+                self._due.add(param.index)
         attempt = self._attempt
 
-        def update(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            reduced = future.value()[0]
-            self._update(params, grads, attempt)
-            return reduced
+        def update(reduced: torch.futures.Future[list[torch.Tensor]]) -> None:
+            reduced.value()  # raises if the reduction failed
+            with self._lock:
+                if self._stopped or attempt != self._attempt:
+                    return
+                for pairs in by_optimizer.values():
+                    self._update(pairs)
 
-        future = work.get_future().then(update)
-        self._latest = future
-        return future
+        self._pending.append(work.get_future().then(update))
+        if bucket.last:
+            after_backward(self._settle)
 
     def _between_updates(self) -> None:
         """The named point: earlier buckets are updated, this one is not reduced yet."""
-        if self._latest is not None and testing.awaited("between_updates", self._step):
-            self._latest.wait()  # a fault is due here: make sure that the state is the one the point names
+        if self._pending and testing.awaited("between_updates", self._step):
+            self._pending[-1].wait()  # a fault is due here: make sure that the state is the one the point names
         testing.point("between_updates", self._step)
 
-    def _update(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], attempt: int) -> None:
-        with self._lock:
-            if self._stopped or attempt != self._attempt:
-                return
-            by_optimizer: dict[int, list[tuple[Param, torch.Tensor]]] = {}
-            for tensor, grad in zip(tensors, grads, strict=True):
-                param = self._registry.param_of(tensor)
-                if param is not None and param.optimizer is not None:
-                    by_optimizer.setdefault(id(param.optimizer), []).append((param, grad))
-            for pairs in by_optimizer.values():
-                self._update_some(pairs)
-
-    def _update_some(self, pairs: list[tuple[Param, torch.Tensor]]) -> None:
+    def _update(self, pairs: list[tuple[Param, torch.Tensor]]) -> None:
         optimizer = pairs[0][0].optimizer
         assert optimizer is not None
         ledger = self._ledgers[id(optimizer)]
-        tensors = [param.tensor for param, _ in pairs]
-        own = [tensor.grad for tensor in tensors]
-        for param, grad in pairs:
-            param.tensor.grad = grad
-        ledger.before(tensors)
-        restricted(optimizer, tensors).step()
+        tensors, grads = [param.tensor for param, _ in pairs], [grad for _, grad in pairs]
+        ledger.before(tensors, grads)
+        pieces.step(optimizer, tensors, grads, elementwise=rule_for(optimizer).steps_elementwise)
         ledger.after(tensors)
-        for (param, _), before in zip(pairs, own, strict=True):
-            param.tensor.grad = before
-            self._early.add(param.index)
+        self._early.update(param.index for param, _ in pairs)
         self._mark(param for param, _ in pairs)
 
-    def _note_gradients(self) -> None:
-        """Backward is over: remember the gradients' versions, to notice that someone changes them afterwards."""
-        for index in self._early:
+    def _settle(self) -> None:
+        """Backward is over, DDP's part of it included. When it returns to the user, the updates are done, too."""
+        for future in self._pending:
+            future.wait()
+        # to notice that someone changes a gradient afterwards
+        for index in self._due:
             grad = self._registry.params[index].tensor.grad
             if grad is not None:
                 self._versions[index] = grad._version
-
-
-def restricted(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return a shallow twin of an optimizer that steps only these parameters, with the same state and options."""
-    wanted = {id(tensor) for tensor in tensors}
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = [
-        {**group, "params": [tensor for tensor in group["params"] if id(tensor) in wanted]}
-        for group in optimizer.param_groups
-    ]
-    # a step of the twin is no step of the user's: none of the user's hooks, no scheduler's count of steps
-    twin.__dict__.pop("step", None)
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--bucket-mb", type=float, default=0.02)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--sync-all", action="store_true", help="reduce in every backward, not in the last one only")
     parser.add_argument("--scaler", action="store_true")
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--ema", action="store_true")
@@ -133,7 +134,7 @@ def main() -> None:
             total = 0.0
             fixed = [(torch.ones(4, 16), torch.arange(4))]
             for i, (x, y) in enumerate(fixed if args.bare else step.batches(args.accumulate)):
-                last = i == args.accumulate - 1
+                last = args.sync_all or i == args.accumulate - 1
                 with model.no_sync() if not last else torch.enable_grad():
                     loss = loss_fn(model(x), y) / args.accumulate
                     scaler.scale(loss).backward()

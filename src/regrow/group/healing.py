@@ -6,9 +6,10 @@ its record. It never connects, waits or decides on its own: the fabric that owns
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,16 @@ OPERATIONS = (
 )
 
 
+class Watcher(Protocol):
+    """Hears of the sums of one tensor that are issued on a group, in the thread that issues them."""
+
+    def summing(self, tensor: torch.Tensor) -> None:
+        """It is about to be issued."""
+
+    def issued(self, tensor: torch.Tensor, work: dist.Work) -> None:
+        """It is under way."""
+
+
 class HealingGroup(dist.ProcessGroup):
     """A group of backend ``regrow``. ``inner`` is the live group of this generation; ``None`` while there is none.
 
@@ -77,6 +88,7 @@ class HealingGroup(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.connected: Inner | None = None
         self._bound_device: torch.device | None = None
+        self.watchers: list[Watcher] = []
 
     # -- generations: called by the fabric
 
@@ -284,5 +296,27 @@ def _forward(name: str) -> Callable[..., Any]:
     return operation
 
 
+def _watched(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a group's watchers hear of the sums among its all-reduces."""
+
+    @functools.wraps(operation)
+    def allreduce(self: HealingGroup, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = () if opts is None else (opts,)
+        watchers = self.watchers
+        if not watchers or not isinstance(tensors, list) or len(tensors) != 1:
+            return operation(self, tensors, *given, *args, **kwargs)
+        if opts is not None and getattr(opts, "reduceOp", None) != dist.ReduceOp.SUM:
+            return operation(self, tensors, *given, *args, **kwargs)
+        for watcher in watchers:
+            watcher.summing(tensors[0])
+        work = operation(self, tensors, *given, *args, **kwargs)
+        for watcher in watchers:
+            watcher.issued(tensors[0], work)
+        return work
+
+    return allreduce
+
+
 for _name in OPERATIONS:
     setattr(HealingGroup, _name, _forward(_name))
+HealingGroup.allreduce = _watched(HealingGroup.allreduce)  # type: ignore[method-assign]

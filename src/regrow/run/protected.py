@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from regrow import testing, undo
-from regrow.ddp import Buckets, find_ddp
+from regrow.ddp import Buckets, Reductions, find_ddp
 from regrow.errors import PeerLost, RegrowError
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank
@@ -143,12 +143,14 @@ class ProtectedRun(Run):
         self._started = True
         self._small = SmallState(self._registry, self._slots, self._loader)
         self._updates = Updates(self._registry, exact=self._exact)
+        if self._wait_free:
+            self._updates.expect_early_updates()
         buckets = []
         for module in self._registry.modules.values():
             for ddp in find_ddp(module):
                 buckets.append(Buckets(ddp, self._fabric))
                 if self._wait_free:
-                    self._updates.wait_free(ddp)
+                    Reductions(ddp, buckets[-1], self._updates)
         self._healer = healer = Healer(
             rank=Rank(self.rank),
             link=self._link,

@@ -8,7 +8,7 @@
 """
 
 from regrow.undo.ledger import Ledger
-from regrow.undo.registry import check_supported, register
+from regrow.undo.registry import check_supported, register, rule_for
 from regrow.undo.rule import PARAM, Elementwise, Note, Rule, Slice
 
-__all__ = ["PARAM", "Elementwise", "Ledger", "Note", "Rule", "Slice", "check_supported", "register"]
+__all__ = ["PARAM", "Elementwise", "Ledger", "Note", "Rule", "Slice", "check_supported", "register", "rule_for"]

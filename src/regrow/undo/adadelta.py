@@ -39,6 +39,8 @@ class AdadeltaRule(Elementwise):
     Kept: p with weight decay (v' and a' then hold p squared); v and a if rho is near 0.
     """
 
+    steps_elementwise = True
+
     spares: int = 3
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

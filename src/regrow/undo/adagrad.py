@@ -33,6 +33,8 @@ class AdagradRule(Elementwise):
     Kept: p with weight decay (p then stands on both sides, divided by something that may be zero).
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """The sum of squares."""
         return (SUM,)

@@ -40,6 +40,8 @@ class AdamRule(Elementwise):
     Kept: x always (a running maximum forgets); m if b1 is near 0, v if b2 is, p if lr wd is near 1 and decoupled.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """Both moments, and the running maximum of AMSGrad."""
         return (MEAN, SQUARE, MAX_SQUARE) if hyper["amsgrad"] else (MEAN, SQUARE)

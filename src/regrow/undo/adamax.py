@@ -31,6 +31,8 @@ class AdamaxRule(Elementwise):
     Kept: u always (a maximum forgets the smaller side); m if b1 is near 0.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """First moment and norm."""
         return (MEAN, NORM)

@@ -39,6 +39,8 @@ class ASGDRule(Elementwise):
     near 1.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """The average."""
         return (AVERAGE,)

@@ -68,18 +68,19 @@ class Ledger:
         self._scratch = Scratch()
 
     @torch.no_grad()
-    def before(self, params: Sequence[Tensor] | None = None) -> None:
+    def before(self, params: Sequence[Tensor] | None = None, grads: Sequence[Tensor] | None = None) -> None:
         """Note these parameters right before their update; None: all that have a gradient.
 
-        Those without one are left out.
+        The gradients are the parameters' own unless given; parameters without one are left out.
         """
         groups = self._group_of()
         if params is None:
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
         overflow = self._overflow()
         hypers: dict[int, Mapping[str, Any]] = {}
-        for param in params:
-            if param.grad is None:
+        for number, param in enumerate(params):
+            grad = param.grad if grads is None else grads[number]
+            if grad is None:
                 continue
             entry = self._entries.get(id(param))
             if entry is not None and entry.phase in (_Phase.UPDATED, _Phase.REPEATED):
@@ -96,7 +97,7 @@ class Ledger:
                 hyper = hypers[id(group)] = _options(group)
             if entry is not None:
                 self._drop(entry)
-            self._entries[id(param)] = self._noted(param, hyper, overflow)
+            self._entries[id(param)] = self._noted(param, grad, hyper, overflow)
 
     @torch.no_grad()
     def after(self, params: Sequence[Tensor] | None = None) -> None:
@@ -203,7 +204,7 @@ class Ledger:
         found_inf = getattr(self._optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _noted(self, param: Tensor, hyper: Mapping[str, Any], overflow: bool) -> _Entry:
+    def _noted(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any], overflow: bool) -> _Entry:
         rule, state = self._rule, self._optimizer.state
         before = dict(state[param]) if param in state else None
         tensors = rule.tensors(hyper)
@@ -216,8 +217,6 @@ class Ledger:
             elif isinstance(value, int | float):
                 scalars[name] = value
         had = frozenset(name for name, value in (before or {}).items() if value is not None)
-        grad = param.grad
-        assert grad is not None
         note = Note(param=param, grad=grad, hyper=hyper, scalars=scalars, had=had)
         entry = _Entry(note, before, Copies({}, None), None, None, self.exact, torch.get_num_threads())
         present: dict[str, Tensor] = {name: before[name] for name in tensors if name in had} if before else {}

@@ -36,6 +36,8 @@ class LionRule(Elementwise):
     Kept: p if lr wd is near 1; m if b2 is near 0.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """The average."""
         return (MEAN,)

@@ -42,6 +42,8 @@ class NAdamRule(Elementwise):
     1; m if b1 is near 0, v if b2 is.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """Both moments."""
         return (MEAN, SQUARE)

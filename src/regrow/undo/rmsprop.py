@@ -43,6 +43,8 @@ class RMSpropRule(Elementwise):
     and m if alpha is near 0, b if mu is.
     """
 
+    steps_elementwise = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """The running averages that these options have."""
         return (

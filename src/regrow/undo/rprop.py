@@ -26,6 +26,8 @@ class RpropRule(Elementwise):
     Kept: h and prev, always (a clamp and an overwritten tensor).
     """
 
+    steps_elementwise = True
+
     spares: int = 1
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

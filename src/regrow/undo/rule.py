@@ -84,6 +84,11 @@ class Rule(Protocol):
 
     Then slices are short and stay in cache.
     """
+    steps_elementwise: bool = False
+    """True if the *step*, too, changes an element by itself, so that it may be taken in pieces of a tensor.
+
+    (LAMB's does not: it scales by norms, which its inverse finds in the state.)
+    """
     spares: int
     """How many spare tensors `invert` works with (elementwise rules only)."""
 

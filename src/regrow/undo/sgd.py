@@ -39,6 +39,8 @@ class SGDRule(Elementwise):
     Kept: p if lr wd is near 1 and p is not simply p' + lr b'; b if mu is near 0.
     """
 
+    steps_elementwise = True
+
     def refuse(self, group: Mapping[str, Any]) -> str | None:
         """Refuse the fused step on a CPU in half precision: torch 2.13 leaves most elements as they are there."""
         half = [p.dtype for p in group["params"] if p.dtype in WORKING and p.device.type == "cpu"]
