@@ -95,6 +95,18 @@ def test_two_at_once_and_the_first_rank():
     assert "undo" in "".join(job.plans())
 
 
+def test_a_loss_that_is_heard_of_between_two_steps():
+    """Rank 0 has completed step 2 and not begun step 3: it must not go back to how step 2 began."""
+    faults = [Fault(point="before_forward", rank=1, step=3)]
+    expected = undisturbed("--steps", "6", nproc=3)
+    job = run_job("--steps", "6", "--linger-at", "2", nproc=3, spares=1, faults=faults)
+    assert job.code == 0, job.output
+    assert job.digests() == expected.digests(), job.output
+    woken = {event["rank"]: event["error"] for event in job.events("woken")}
+    assert woken[0] is None
+    assert woken[2] is not None
+
+
 def test_a_stopped_worker_counts_as_dead():
     faults = [Fault(point="in_backward", rank=1, step=2, action="stop")]
     job = check("--steps", "5", nproc=2, faults=faults, flags=("--dead-after", "1"))

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,9 @@ def main() -> None:
     parser.add_argument("--sever-at", type=int, default=-1, help="rank 0 loses its connections, nobody dies")
     parser.add_argument("--bare", action="store_true", help="no dropout, no batch norm, no loader")
     parser.add_argument("--tail", action="store_true", help="a collective after the update")
+    parser.add_argument(
+        "--linger-at", type=int, default=-1, help="rank 0 hears of a loss between this step and the next"
+    )
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--raise-rank", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
@@ -152,6 +156,10 @@ def main() -> None:
                 mean = torch.tensor([total])
                 dist.all_reduce(mean)
                 losses[step.index] = mean.item()
+        if step.index == args.linger_at and run.rank == 0:
+            deadline = time.monotonic() + 20
+            while run._link.generation == run.generation and time.monotonic() < deadline:
+                time.sleep(0.01)
     objects = [model, opt, scheduler.state_dict(), *([ema] if ema is not None else []), {"rng": torch.get_rng_state()}]
     report = {
         "rank": run.rank,

@@ -113,6 +113,8 @@ class ProtectedRun(Run):
         batches = self._batches()
         for_step = healer.step
         while True:
+            # Before anything is healed: whoever has completed a step goes back to the start of the next one, if at all.
+            self._capture(healer)
             if self._interrupted is not None or self._link.generation != self._fabric.generation:
                 self._heal(healer)
             assert healer.step is not None
@@ -124,8 +126,6 @@ class ProtectedRun(Run):
                     self._fabric.before_collective = None
                     return
                 continue
-            if self._small.step != healer.step:  # a retry goes on from what was captured the first time
-                self._small.capture(healer.step)
             self._updates.begin(healer.step)
             step = Step(self, healer.step, batches, attempt=self._attempt)
             self._attempt += 1
@@ -177,6 +177,12 @@ class ProtectedRun(Run):
         self._fabric.before_collective = self._before_collective
         return healer
 
+    def _capture(self, healer: Healer) -> None:
+        """Take the state at the start of a step; a retry goes on from what was taken the first time."""
+        assert self._small is not None and healer.step is not None
+        if self._small.step != healer.step:
+            self._small.capture(healer.step)
+
     def _sever(self, world: WorldView) -> None:
         """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
         self._fabric.abort(f"generation {world.generation} begins", below=world.generation)
@@ -203,9 +209,7 @@ class ProtectedRun(Run):
 
     def _finish(self, healer: Healer) -> bool:
         """Stay until every rank has done its last step: until then someone may need this rank's state."""
-        assert self._small is not None and healer.step is not None
-        if self._small.step != healer.step:
-            self._small.capture(healer.step)
+        assert healer.step is not None
         generation = self._fabric.generation
         self._link.send({"type": "finished", "generation": generation, "step": healer.step})
         self._waiting = True
