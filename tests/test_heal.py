@@ -191,8 +191,10 @@ def test_a_lost_connection_between_the_living():
 def test_survivors_keep_their_processes():
     job = check("--steps", "6", nproc=3, faults=[Fault(point="in_backward", rank=1, step=2)], spares=1)
     started = {event["rank"]: event["pid"] for event in job.events("worker_started") if event.get("rank") is not None}
-    assert job.ranks[0]["pid"] == started[0]
-    assert job.ranks[2]["pid"] == started[2]
+    attempts = [[0, True], [1, True], [2, False], *([step, True] for step in range(2, 6))]
+    for rank in (0, 2):
+        assert job.ranks[rank]["pid"] == started[rank]
+        assert job.ranks[rank]["attempts"] == attempts
 
 
 def test_a_bug_is_not_a_fault():

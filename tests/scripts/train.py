@@ -124,6 +124,7 @@ def main() -> None:
     )
     loss_fn = nn.CrossEntropyLoss()
     losses: dict[int, float] = {}
+    attempts: list[tuple[int, bool]] = []
     for step in run.steps(args.steps):
         with step:
             if step.index == args.raise_at and run.rank == args.raise_rank:
@@ -156,6 +157,7 @@ def main() -> None:
                 mean = torch.tensor([total])
                 dist.all_reduce(mean)
                 losses[step.index] = mean.item()
+        attempts.append((step.index, step.completed))
         if step.index == args.linger_at and run.rank == 0:
             deadline = time.monotonic() + 20
             while run._link.generation == run.generation and time.monotonic() < deadline:
@@ -166,6 +168,7 @@ def main() -> None:
         "digest": state_digest(*objects),
         "weights": state_digest(*model.parameters()),
         "losses": losses,
+        "attempts": attempts,
         "pid": os.getpid(),
     }
     args.out.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,8 @@ class Step:
         self.attempt = attempt
         """0 at the first try; greater when the step was interrupted before."""
         self.entered = False
+        self.completed = False
+        """Whether the body ran to its end. What follows ``with step:`` also runs when it did not: ask there."""
 
     def __index__(self) -> int:
         return self.index
@@ -75,4 +77,5 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self.completed = kind is None
         return self._owner.leave(error)
