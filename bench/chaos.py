@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--spares", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=600, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a round")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.workers < 3:
