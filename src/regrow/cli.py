@@ -18,13 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"]:
             # torch is imported only here: the other commands answer at once
-            from .agent.agent import run
-            from .agent.flags import parse
+            from regrow.agent.agent import run
+            from regrow.agent.flags import parse
 
             return run(parse(words[1:]))
         args = parser.parse_args(words)
         if args.command == "report":
-            from .report import print_report
+            from regrow.report import print_report
 
             return print_report(args.directory)
         parser.print_help()

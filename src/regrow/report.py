@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import events
+from regrow import events
 
 Event = dict[str, Any]
 

@@ -14,15 +14,15 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from ..events import EventLog
-from .crew import Crew
-from .home import Home
-from .join import WORLD_KEY, Site, join
-from .membership import Event, Lost, Stopped, Suspect, decide
-from .options import RunOptions, StartError
-from .store import StoreLost
-from .store_tcp import TcpStore
-from .world import Phase, World
+from regrow.agent.crew import Crew
+from regrow.agent.home import Home
+from regrow.agent.join import WORLD_KEY, Site, join
+from regrow.agent.membership import Event, Lost, Stopped, Suspect, decide
+from regrow.agent.options import RunOptions, StartError
+from regrow.agent.store import StoreLost
+from regrow.agent.store_tcp import TcpStore
+from regrow.agent.world import Phase, World
+from regrow.events import EventLog
 
 _FAREWELL_S = 1.0
 

@@ -14,24 +14,24 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..events import EventLog
-from ..slots import Slots
-from ..wire import Frame
-from . import kv
-from .health import Limits
-from .hearing import ending, hear
-from .join import Site
-from .link import Link, LinkServer, group_of
-from .logs import Logs
-from .membership import Event, Lost, Suspect
-from .options import RunOptions, StartError
-from .process import Process
-from .spares import SparePool
-from .store import StoreLost
-from .told import assign_frame, world_frame
-from .watch import Watch
-from .worker import Environment, Worker
-from .world import Phase, World
+from regrow.agent import kv
+from regrow.agent.health import Limits
+from regrow.agent.hearing import ending, hear
+from regrow.agent.join import Site
+from regrow.agent.link import Link, LinkServer, group_of
+from regrow.agent.logs import Logs
+from regrow.agent.membership import Event, Lost, Suspect
+from regrow.agent.options import RunOptions, StartError
+from regrow.agent.process import Process
+from regrow.agent.spares import SparePool
+from regrow.agent.store import StoreLost
+from regrow.agent.told import assign_frame, world_frame
+from regrow.agent.watch import Watch
+from regrow.agent.worker import Environment, Worker
+from regrow.agent.world import Phase, World
+from regrow.events import EventLog
+from regrow.slots import Slots
+from regrow.wire import Frame
 
 _REFILL_AFTER_S = 5.0
 _REFILL_WHOLE_S = 2.0  # the first steps at full strength are part of the recovery: leave them the CPU

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .options import RunOptions
+from regrow.agent.options import RunOptions
 
 _REFUSED = {
     "run_path": "--run-path is not supported: give the script itself",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..wire import Frame
-from .membership import Event, Exited, Finished, Lost, LostWorker, Resumed, SetupDone
-from .worker import Worker
-from .world import Raised
+from regrow.agent.membership import Event, Exited, Finished, Lost, LostWorker, Resumed, SetupDone
+from regrow.agent.worker import Worker
+from regrow.agent.world import Raised
+from regrow.wire import Frame
 
 MAX_RECORD_BYTES = 256 << 20
 _MAX_TRACEBACK_CHARS = 20_000

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .options import RunOptions, StartError
-from .store import ControlStore, MemoryStore, StoreLost
-from .store_tcp import StoreServer, TcpStore
-from .world import World
+from regrow.agent.options import RunOptions, StartError
+from regrow.agent.store import ControlStore, MemoryStore, StoreLost
+from regrow.agent.store_tcp import StoreServer, TcpStore
+from regrow.agent.world import World
 
 _RETRY_S = 0.2
 WORLD_KEY = "world"

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 from typing import Any
 
-from ..wire import Frame, encode
-from .store import ControlStore, StoreLost
+from regrow.agent.store import ControlStore, StoreLost
+from regrow.wire import Frame, encode
 
 PREFIX = "kv/"
 

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..wire import Frame, encode, read_frame
-from .store_tcp import token_matches
+from regrow.agent.store_tcp import token_matches
+from regrow.wire import Frame, encode, read_frame
 
 _HELLO_DEADLINE_S = 10.0
 _PEER = struct.Struct("3i")

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from .options import RunOptions
+from regrow.agent.options import RunOptions
 
 
 @dataclass(frozen=True)

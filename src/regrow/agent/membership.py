@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from .world import Loss, Phase, Raised, World
+from regrow.agent.world import Loss, Phase, Raised, World
 
 SAME_EXCEPTION_LIMIT = 3
 """An exception that comes at the same rank and step this many times is a bug, not bad luck."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .options import StartError
-from .worker import Worker
+from regrow.agent.options import StartError
+from regrow.agent.worker import Worker
 
 _FAILURES_LIMIT = 2
 

@@ -13,8 +13,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ..wire import Frame, encode, read_frame
-from .store import Change, Entry, MemoryStore, StoreLost
+from regrow.agent.store import Change, Entry, MemoryStore, StoreLost
+from regrow.wire import Frame, encode, read_frame
 
 _HELLO_DEADLINE_S = 10.0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .join import Site
-from .worker import Environment, Worker
-from .world import World
+from regrow.agent.join import Site
+from regrow.agent.worker import Environment, Worker
+from regrow.agent.world import World
 
 
 def world_frame(world: World, setup_deadline_s: float) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from .health import Limits, Verdict
-from .worker import Worker
+from regrow.agent.health import Limits, Verdict
+from regrow.agent.worker import Worker
 
 
 def setup_deadline_s(first_setup_s: float) -> float:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .health import Judgement, Limits, Vitals, judge
-from .join import Site
-from .link import Link
-from .logs import LogPaths
-from .options import RunOptions
-from .process import Process, cpu_and_state
-from .world import Raised
+from regrow.agent.health import Judgement, Limits, Vitals, judge
+from regrow.agent.join import Site
+from regrow.agent.link import Link
+from regrow.agent.logs import LogPaths
+from regrow.agent.options import RunOptions
+from regrow.agent.process import Process, cpu_and_state
+from regrow.agent.world import Raised
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "ROLE_RANK", "REGROW_INCARNATION")
 
