@@ -21,19 +21,9 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
-
 from regrow import events
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "transformer.py"
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs: neither dead nor stopped."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Job:
@@ -41,8 +31,10 @@ class Job:
 
     def __init__(self, home: Path, *, workers: int, spares: int, steps: int, wait_free: bool) -> None:
         self.logs, self.out, self.workers = home / "logs", home / "out", workers
-        self.step = -1
         self.lines: list[str] = []
+        self.struck: set[int] = set()
+        self.step = 0
+        """Where the ranks last went on after a loss."""
         command = [
             sys.executable, "-m", "regrow", "run", "--nproc-per-node", str(workers), "--spares", str(spares),
             "--dead-after", "2", "--max-restarts", "100000", "--log-dir", str(self.logs),
@@ -58,8 +50,6 @@ class Job:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if line.startswith("step "):
-                self.step = int(line.split()[1])
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -75,12 +65,12 @@ class Job:
         return pids
 
     def settled(self) -> bool:
-        """Whether every rank lives, as far as can be seen from outside, and trains in the newest generation.
+        """Whether everyone who was struck is replaced, and every rank trains in the newest generation.
 
         Without the first half the next kill would come before the last one is noticed, until no rank is left that holds
         the state: then even the best can only begin from the start.
         """
-        if not all(alive(pid) for pid in self.pids().values()):
+        if self.struck & set(self.pids().values()):
             return False
         generation, resumed, begun = 0, set(), 0
         for event in self.events():
@@ -88,6 +78,7 @@ class Job:
                 generation, resumed = event["generation"], set()
             elif event["event"] == "resumed" and event["generation"] == generation:
                 resumed.add(event["rank"])
+                self.step = event["step"]
             elif event["event"] == "training":
                 begun += 1
         if begun > 1:
@@ -123,6 +114,7 @@ def strike(job: Job, rank: int, dice: random.Random) -> bool:
         os.kill(pid, number)
     except (ProcessLookupError, TypeError):
         return False
+    job.struck.add(pid)
     return True
 
 
@@ -142,7 +134,8 @@ def burst(job: Job, dice: random.Random) -> int:
 def disturbed(job: Job, kills: int, steps: int, dice: random.Random, deadline_s: float) -> int:
     """Let it rain until the kills are used up or the job is nearly done; return how many there were."""
     done, deadline = 0, time.monotonic() + deadline_s
-    while job.running() and done < kills and job.step < steps * 0.9:
+    # the rest of the steps is left in peace: whoever dies after the last one ends the job
+    while job.running() and done < kills and job.step < steps - 40:
         if time.monotonic() > deadline:
             job.end()
             raise SystemExit(f"HANG: no progress after {done} kills\n" + "".join(job.lines[-80:]))
