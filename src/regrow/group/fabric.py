@@ -123,7 +123,7 @@ class Fabric:
             except (PeerLost, TimeoutError):
                 self.abort(f"group {name!r} could not be connected")
                 raise
-            group.attach(connected)
+            group.attach(connected, self._network)
         self._groups.append(group)
         return group
 
@@ -180,7 +180,7 @@ class Fabric:
                 drop(connected)
                 raise PeerLost(f"aborted: {self._aborted}", generation=generation)
             for group, inner in zip(self._groups, connected, strict=True):
-                group.attach(inner)
+                group.attach(inner, network)
             self._aborted = None
             self._settle()
 
@@ -224,14 +224,14 @@ class Fabric:
         call = getattr(inner, name)
         if tap is None:
             self.last_work = work = call(*args, **kwargs)
-            return work
+            return group.handle(name, work)
         outputs = outputs_of(name, args, kwargs)
         try:
-            self.last_work = work = call(*args, **kwargs)
+            self.last_work = live = call(*args, **kwargs)
         except (RuntimeError, ValueError) as refusal:
             tap.refuse(group.group_name, name, outputs, refusal)
             raise
-        return tap.take(group.group_name, name, outputs, work)
+        return tap.take(group.group_name, name, outputs, group.handle(name, live))
 
     @property
     def waiting(self) -> bool:

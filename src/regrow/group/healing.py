@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
 from regrow.errors import PeerLost
 from regrow.group import nccl
-from regrow.group.network import Inner
+from regrow.group.network import Inner, Network
+from regrow.group.work import LiveMessage, LiveWork
 
 if TYPE_CHECKING:
     from regrow.group.fabric import Fabric
@@ -49,6 +50,7 @@ OPERATIONS = (
     "recv",
     "recv_anysource",
 )
+MESSAGES = ("send", "recv", "recv_anysource")
 
 
 class Watcher(Protocol):
@@ -87,14 +89,15 @@ class HealingGroup(dist.ProcessGroup):
         self.timeout = timeout
         self.inner: dist.ProcessGroup | None = None
         self.connected: Inner | None = None
+        self.network: Any = None
         self._bound_device: torch.device | None = None
         self.watchers: list[Watcher] = []
 
     # -- generations: called by the fabric
 
-    def attach(self, connected: Inner) -> None:
+    def attach(self, connected: Inner, network: Network) -> None:
         """Take the group of a new generation into use."""
-        self.connected, self.inner = connected, connected.group
+        self.connected, self.network, self.inner = connected, network, connected.group
 
     def detach(self) -> Inner | None:
         """Give the old generation's group away; from now on operations raise ``PeerLost``."""
@@ -102,6 +105,12 @@ class HealingGroup(dist.ProcessGroup):
         if connected is not None:
             self.timeout = connected.gloo.options._timeout  # torch may have set another one on the backend itself
         return connected
+
+    def handle(self, name: str, work: Any) -> Any:
+        """Return what the caller of an operation gets: a handle that the end of the generation always wakes."""
+        if not isinstance(work, dist.Work):  # gloo's monitored_barrier is over when it returns
+            return work
+        return (LiveMessage if name in MESSAGES else LiveWork)(work, self.network)
 
     # -- who we are
 
@@ -288,7 +297,7 @@ def _forward(name: str) -> Callable[..., Any]:
             hook(name)
         fabric.ops_issued += 1
         fabric.last_work = work = getattr(inner, name)(*args, **kwargs)
-        return work
+        return self.handle(name, work)
 
     operation.__name__ = name
     operation.__qualname__ = f"HealingGroup.{name}"

@@ -7,6 +7,7 @@ be torn down in the middle of it and take the process's exit code with it; one t
 from __future__ import annotations
 
 import atexit
+import queue
 import threading
 import time
 import weakref
@@ -74,3 +75,39 @@ class Errand(Generic[Result]):
             self._abandoned = True
             late, self.result = self.result, None
         return late if late is not None else []
+
+
+class Waiting:
+    """One blocking call in a thread that is kept for the next one."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.done = threading.Event()
+        self.failure: Exception | None = None
+
+
+_idle: list[queue.SimpleQueue[Waiting]] = []
+
+
+def waiting(call: Callable[[], object]) -> Waiting:
+    """Make a blocking call in another thread; if it never ends, that thread is never used again."""
+    errand = Waiting(call)
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        start("regrow-wait", _wait_for_errands, inbox)
+    inbox.put(errand)
+    return errand
+
+
+def _wait_for_errands(inbox: queue.SimpleQueue[Waiting]) -> None:
+    while True:
+        errand = inbox.get()
+        try:
+            errand.call()
+        except Exception as failure:  # noqa: BLE001 (whatever gloo raises is raised where it was waited for)
+            errand.failure = failure
+        errand.done.set()
+        del errand
+        _idle.append(inbox)

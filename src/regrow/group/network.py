@@ -16,8 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
 from regrow.errors import PeerLost
-from regrow.group import nccl, sockets
+from regrow.group import helpers, nccl, sockets
 from regrow.group.meeting import MeetingStore
+from regrow.group.work import Promise
+
+GRACE_S = 0.3
+"""How long gloo has, after its connections were ended, to tell those who wait: it takes milliseconds if it does."""
 
 
 class Inner:
@@ -38,6 +42,8 @@ class Network:
     def __init__(self, *, generation: int, store: Store, host_addr: str, user_timeout_s: float) -> None:
         self.generation = generation
         self.ended = threading.Event()
+        self._ended_t = float("inf")
+        self.outstanding: set[Promise] = set()
         self.names = sockets.Names()
         self._store = store
         self._host_addr = host_addr
@@ -122,10 +128,30 @@ class Network:
 
     def end(self) -> None:
         """Wake whoever is blocked on this generation, and let no one start on it. From any thread; quick."""
+        first = not self.ended.is_set()
+        if first:
+            self._ended_t = time.monotonic()
         self.ended.set()
         sockets.sever(self.names)
+        if first:
+            self.give_up_soon()
         for backend in self._cuda:
             nccl.abort(backend)
+
+    def given_up(self) -> bool:
+        """Whether the end is so long ago that what still waits was forgotten by gloo."""
+        return time.monotonic() - self._ended_t > GRACE_S
+
+    def give_up_soon(self) -> None:
+        """Let go, in a moment, of the operations that gloo has forgotten."""
+        if self.outstanding:
+            helpers.start("regrow-give-up", self._give_up)
+
+    def _give_up(self) -> None:
+        time.sleep(GRACE_S)
+        for promise in list(self.outstanding):
+            promise.give_up()
+        self.outstanding.clear()
 
     def close(self) -> None:
         """Let go of the device before its groups go: it ends (in 10 ms) with the last of them, without the GIL."""

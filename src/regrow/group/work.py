@@ -1,18 +1,146 @@
-"""The handles that operations give back while a set-up is recorded or replayed. Live ones give back gloo's own.
+"""The handles that operations give back: live ones that an abort always wakes, recorded and replayed ones.
 
-Never waits on its own account, and starts no thread.
+gloo forgets an operation whose message was half written or half read when its connection broke: nobody is told, and
+whoever waits for it waits until gloo's own time-out, minutes later. So no caller waits inside of gloo for longer than a
+moment without looking whether the generation has ended.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from regrow.errors import PeerLost
+from regrow.group import helpers
+
+if TYPE_CHECKING:
+    from regrow.group.network import Network
+
 NO_TIMEOUT = timedelta(0)
+LOOK_EVERY = timedelta(milliseconds=250)
+
+
+class LiveWork(dist.Work):
+    """An operation under way at one generation. When that ends it fails, whatever becomes of it in gloo."""
+
+    def __init__(self, live: dist.Work, network: Network) -> None:
+        super().__init__()
+        self._live = live
+        self._network = network
+        self._public: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until it is done, has failed, or its generation is over and gloo has not noticed."""
+        if timeout:
+            return self._live.wait(timeout)
+        while not self._network.given_up():
+            try:
+                return self._live.wait(LOOK_EVERY)
+            except RuntimeError:
+                if self._live.is_completed():
+                    raise
+        raise self._lost()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that fails at the latest when the generation is over."""
+        if self._public is None:
+            promise = Promise(self._lost)
+            self._public = promise.public
+            self._network.outstanding.add(promise)
+            self._live.get_future().then(lambda future: self._over(promise, future))
+            if self._network.ended.is_set():  # too late for whoever gives up what was outstanding then
+                self._network.give_up_soon()
+        return self._public
+
+    def _over(self, promise: Promise, future: torch.futures.Future[Any]) -> None:
+        self._network.outstanding.discard(promise)
+        promise.keep(future)
+
+    def _lost(self) -> PeerLost:
+        generation = self._network.generation
+        return PeerLost(f"generation {generation} ended before the operation was done", generation=generation)
+
+    def synchronize(self) -> None:
+        """Wait as the live operation would."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return or raise at once."""
+        return self._live.is_completed() or self._network.given_up()
+
+    def is_success(self) -> bool:
+        """Ask the live operation."""
+        return self._live.is_success()
+
+    def exception(self) -> Any:
+        """Ask the live operation."""
+        return self._live.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Ask the live operation."""
+        return self._live.result()
+
+    def source_rank(self) -> int:
+        """Ask the live operation."""
+        return self._live._source_rank()
+
+    _source_rank = source_rank
+
+
+class LiveMessage(LiveWork):
+    """A message to or from one rank. gloo must not be asked to wait for a moment only: it then ends the connection."""
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait in another thread, which is left behind where gloo has forgotten the message."""
+        errand = helpers.waiting(lambda: self._live.wait(timeout) if timeout else self._live.wait())
+        while not errand.done.wait(LOOK_EVERY.total_seconds()):
+            if self._network.given_up():
+                raise self._lost()
+        if errand.failure is not None:
+            raise errand.failure
+        return True
+
+
+class Promise:
+    """A future that is fulfilled once: by the operation or, if that never ends, by whoever gives up on it."""
+
+    def __init__(self, lost: Callable[[], PeerLost]) -> None:
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._open = True
+        self._inner: torch.futures.Future[Any] = torch.futures.Future()
+        # raised in a callback, the error is one for those who wait in C++, too
+        self.public: torch.futures.Future[Any] = self._inner.then(_unwrap)
+
+    def keep(self, future: torch.futures.Future[Any]) -> None:
+        """Take over what became of the operation."""
+        try:
+            value = future.value()
+        except RuntimeError as error:
+            value = error
+        self._fulfil(value)
+
+    def give_up(self) -> None:
+        """Fail, unless it is fulfilled."""
+        self._fulfil(self._lost())
+
+    def _fulfil(self, value: Any) -> None:
+        with self._lock:
+            first, self._open = self._open, False
+        if first:
+            self._inner.set_result(value)
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 class ReplayedWork(dist.Work):
