@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 _EXIT_WAIT_S = 2.0
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _before_exit: list[Callable[[], None]] = []
+_idle: list[queue.SimpleQueue[Waiting | None]] = []
+"""Where the threads that wait for an errand take it from; ``None`` ends them."""
 
 
 def start(name: str, target: Callable[..., None], *args: Any) -> None:
@@ -40,6 +42,8 @@ def on_exit(call: Callable[[], None]) -> None:
 def _wait_at_exit() -> None:
     for call in _before_exit:
         call()
+    for inbox in _idle:
+        inbox.put(None)
     deadline = time.monotonic() + _EXIT_WAIT_S
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -86,9 +90,6 @@ class Waiting:
         self.failure: Exception | None = None
 
 
-_idle: list[queue.SimpleQueue[Waiting]] = []
-
-
 def waiting(call: Callable[[], object]) -> Waiting:
     """Make a blocking call in another thread; if it never ends, that thread is never used again."""
     errand = Waiting(call)
@@ -101,9 +102,8 @@ def waiting(call: Callable[[], object]) -> Waiting:
     return errand
 
 
-def _wait_for_errands(inbox: queue.SimpleQueue[Waiting]) -> None:
-    while True:
-        errand = inbox.get()
+def _wait_for_errands(inbox: queue.SimpleQueue[Waiting | None]) -> None:
+    while (errand := inbox.get()) is not None:
         try:
             errand.call()
         except Exception as failure:  # noqa: BLE001 (whatever gloo raises is raised where it was waited for)

@@ -7,6 +7,7 @@ moment without looking whether the generation has ended.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,13 +39,12 @@ class LiveWork(dist.Work):
         """Wait until it is done, has failed, or its generation is over and gloo has not noticed."""
         if timeout:
             return self._live.wait(timeout)
-        while not self._network.given_up():
-            try:
+        while not self._live.is_completed():
+            if self._network.given_up():
+                raise self._lost()
+            with contextlib.suppress(RuntimeError):  # not yet, or it failed and says so again below
                 return self._live.wait(LOOK_EVERY)
-            except RuntimeError:
-                if self._live.is_completed():
-                    raise
-        raise self._lost()
+        return self._live.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that fails at the latest when the generation is over."""
