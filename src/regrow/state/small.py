@@ -7,9 +7,6 @@ and comes from a survivor. Never touches parameters that an optimizer updates.
 
 from __future__ import annotations
 
-import random
-import struct
-import sys
 from typing import Any
 
 import torch
@@ -18,12 +15,12 @@ from regrow.ids import Step
 from regrow.slots import Slots
 from regrow.state import codec
 from regrow.state.registry import Registry, Stateful
+from regrow.state.rng import RandomNumbers, put_back
 
 LARGE_BYTES = 1 << 16
 """Tensors of shared objects from this size on are mirrored in place instead of being encoded each step."""
 
 _PLACE = "\0regrow.tensor"
-_PYTHON_RNG = struct.Struct("<625I")
 
 
 class Mirror:
@@ -79,6 +76,10 @@ class SmallState:
         self._registry = registry
         self._slots = slots
         self._cursor = cursor
+        self._random = RandomNumbers()
+        self._others = b""
+        self._encoded = b""
+        """The own state as last encoded; ``_others`` is the part of it that is not random numbers."""
         self._own = b""
         self._shared = b""
         self._mirrors: list[Mirror] = []
@@ -125,38 +126,31 @@ class SmallState:
     # own ---------------------------------------------------------------------------------------------------------
 
     def _encode_own(self) -> bytes:
-        own: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "python": _pack_python_rng(),
-            "buffers": {name: buffer.detach() for name, buffer in self._registry.buffers.items()},
-            "objects": {name: value.state_dict() for name, value in self._registry.own.items()},
-        }
-        if "numpy" in sys.modules:
-            own["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            own["cuda"] = torch.cuda.get_rng_state_all()
+        others: dict[str, Any] = {}
+        if self._registry.buffers:  # by value: batch normalization writes them without a trace in their version
+            others["buffers"] = {name: buffer.detach() for name, buffer in self._registry.buffers.items()}
+        if self._registry.own:
+            others["objects"] = {name: value.state_dict() for name, value in self._registry.own.items()}
         if self._cursor is not None:
-            own["cursor"] = self._cursor.state_dict()
-        return codec.encode(own)
+            others["cursor"] = self._cursor.state_dict()
+        encoded = codec.encode(others) if others else b""
+        if self._random.look() or encoded != self._others or not self._encoded:
+            self._others = encoded
+            self._encoded = codec.encode({"random": self._random.state(), "others": encoded})
+        return self._encoded
 
     def load_own(self, payload: bytes, *, cursor: bool) -> None:
         """Put own state in place, this rank's or the one that its predecessor left."""
         own = codec.decode(payload)
-        torch.set_rng_state(own["torch"])
-        _unpack_python_rng(own["python"])
-        if "numpy" in own:
-            import numpy as np
-
-            np.random.set_state(own["numpy"])
-        if "cuda" in own:
-            torch.cuda.set_rng_state_all(own["cuda"])
+        put_back(own["random"])
+        others = codec.decode(own["others"]) if own["others"] else {}
         with torch.no_grad():
-            for name, saved in own["buffers"].items():
+            for name, saved in others.get("buffers", {}).items():
                 self._registry.buffers[name].copy_(saved)
-        for name, state in own["objects"].items():
+        for name, state in others.get("objects", {}).items():
             self._registry.own[name].load_state_dict(state)
-        if cursor and self._cursor is not None and "cursor" in own:
-            self._cursor.load_state_dict(own["cursor"])
+        if cursor and self._cursor is not None and "cursor" in others:
+            self._cursor.load_state_dict(others["cursor"])
 
     # shared ------------------------------------------------------------------------------------------------------
 
@@ -176,13 +170,3 @@ class SmallState:
         for name, skeleton in state["objects"].items():
             self._registry.shared[name].load_state_dict(lower(skeleton, tensors))
         self._registry.set_hyperparameters(state["groups"])
-
-
-def _pack_python_rng() -> tuple[int, bytes, float | None]:
-    version, internal, gauss = random.getstate()
-    return version, _PYTHON_RNG.pack(*internal), gauss
-
-
-def _unpack_python_rng(packed: tuple[int, bytes, float | None]) -> None:
-    version, internal, gauss = packed
-    random.setstate((version, _PYTHON_RNG.unpack(internal), gauss))
