@@ -300,7 +300,7 @@ def measure(workers: int, dice: random.Random, rounds: int) -> dict[str, Figure]
         found[name] = Figure(name, values, bound, holds)
         say(f"  {workers} workers  {found[name].line()}")
 
-    add("step_time_ratio", step_ratios(workers, rounds + 2, 60), "at most 1.02", lambda m: m <= 1.02)
+    add("step_time_ratio", step_ratios(workers, rounds + 4, 50), "at most 1.02", lambda m: m <= 1.02)
     fast = step_ratios(workers, rounds + 2, 40, "--wait-free", "--inexact")
     add("wait_free_ratio", fast, "below 1", lambda m: m < 1)
     add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), 20, "--wait-free"))

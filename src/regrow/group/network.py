@@ -151,7 +151,6 @@ class Network:
         time.sleep(GRACE_S)
         for promise in list(self.outstanding):
             promise.give_up()
-        self.outstanding.clear()
 
     def close(self) -> None:
         """Let go of the device before its groups go: it ends (in 10 ms) with the last of them, without the GIL."""

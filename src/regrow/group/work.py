@@ -8,7 +8,6 @@ moment without looking whether the generation has ended.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,52 +25,12 @@ NO_TIMEOUT = timedelta(0)
 LOOK_EVERY = timedelta(milliseconds=250)
 
 
-class LiveWork(dist.Work):
-    """An operation under way at one generation. When that ends it fails, whatever becomes of it in gloo."""
+class _Wrapping(dist.Work):
+    """A handle around the one that gloo gave."""
 
-    def __init__(self, live: dist.Work, network: Network) -> None:
+    def __init__(self, live: dist.Work) -> None:
         super().__init__()
         self._live = live
-        self._network = network
-        self._public: torch.futures.Future[Any] | None = None
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until it is done, has failed, or its generation is over and gloo has not noticed."""
-        if timeout:
-            return self._live.wait(timeout)
-        while not self._live.is_completed():
-            if self._network.given_up():
-                raise self._lost()
-            with contextlib.suppress(RuntimeError):  # not yet, or it failed and says so again below
-                return self._live.wait(LOOK_EVERY)
-        return self._live.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that fails at the latest when the generation is over."""
-        if self._public is None:
-            promise = Promise(self._lost)
-            self._public = promise.public
-            self._network.outstanding.add(promise)
-            self._live.get_future().then(lambda future: self._over(promise, future))
-            if self._network.ended.is_set():  # too late for whoever gives up what was outstanding then
-                self._network.give_up_soon()
-        return self._public
-
-    def _over(self, promise: Promise, future: torch.futures.Future[Any]) -> None:
-        self._network.outstanding.discard(promise)
-        promise.keep(future)
-
-    def _lost(self) -> PeerLost:
-        generation = self._network.generation
-        return PeerLost(f"generation {generation} ended before the operation was done", generation=generation)
-
-    def synchronize(self) -> None:
-        """Wait as the live operation would."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether waiting would return or raise at once."""
-        return self._live.is_completed() or self._network.given_up()
 
     def is_success(self) -> bool:
         """Ask the live operation."""
@@ -92,6 +51,48 @@ class LiveWork(dist.Work):
     _source_rank = source_rank
 
 
+class LiveWork(_Wrapping):
+    """An operation under way at one generation. When that ends it fails, whatever becomes of it in gloo."""
+
+    def __init__(self, live: dist.Work, network: Network) -> None:
+        super().__init__(live)
+        self._network = network
+        self._public: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until it is done, has failed, or its generation is over and gloo has not noticed."""
+        if timeout:
+            return self._live.wait(timeout)
+        while not self._live.is_completed():
+            if self._network.given_up():
+                raise self._lost()
+            with contextlib.suppress(RuntimeError):  # not yet, or it failed and says so again below
+                return self._live.wait(LOOK_EVERY)
+        return self._live.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that fails at the latest when the generation is over."""
+        if self._public is None:
+            promise = Promise(self._network.outstanding, self._lost)
+            self._public = promise.public
+            self._live.get_future().add_done_callback(promise.keep)
+            if self._network.ended.is_set():  # too late for whoever gives up what was outstanding then
+                self._network.give_up_soon()
+        return self._public
+
+    def _lost(self) -> PeerLost:
+        generation = self._network.generation
+        return PeerLost(f"generation {generation} ended before the operation was done", generation=generation)
+
+    def synchronize(self) -> None:
+        """Wait as the live operation would."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return or raise at once."""
+        return self._live.is_completed() or self._network.given_up()
+
+
 class LiveMessage(LiveWork):
     """A message to or from one rank. gloo must not be asked to wait for a moment only: it then ends the connection."""
 
@@ -107,33 +108,42 @@ class LiveMessage(LiveWork):
 
 
 class Promise:
-    """A future that is fulfilled once: by the operation or, if that never ends, by whoever gives up on it."""
+    """A future that is fulfilled once, by whoever takes it out of the outstanding ones.
 
-    def __init__(self, lost: Callable[[], PeerLost]) -> None:
+    That is the operation or, if it never ends, the one who gives up on it. Made for every operation that DDP waits for,
+    in the middle of backward: so there is no lock where a set's own atomic removal is enough.
+    """
+
+    __slots__ = ("_inner", "_lost", "_outstanding", "public")
+
+    def __init__(self, outstanding: set[Promise], lost: Callable[[], PeerLost]) -> None:
+        self._outstanding = outstanding
         self._lost = lost
-        self._lock = threading.Lock()
-        self._open = True
         self._inner: torch.futures.Future[Any] = torch.futures.Future()
         # raised in a callback, the error is one for those who wait in C++, too
         self.public: torch.futures.Future[Any] = self._inner.then(_unwrap)
+        outstanding.add(self)
 
     def keep(self, future: torch.futures.Future[Any]) -> None:
         """Take over what became of the operation."""
-        try:
-            value = future.value()
-        except RuntimeError as error:
-            value = error
-        self._fulfil(value)
+        if self._taken():
+            try:
+                value = future.value()
+            except RuntimeError as error:
+                value = error
+            self._inner.set_result(value)
 
     def give_up(self) -> None:
         """Fail, unless it is fulfilled."""
-        self._fulfil(self._lost())
+        if self._taken():
+            self._inner.set_result(self._lost())
 
-    def _fulfil(self, value: Any) -> None:
-        with self._lock:
-            first, self._open = self._open, False
-        if first:
-            self._inner.set_result(value)
+    def _taken(self) -> bool:
+        try:
+            self._outstanding.remove(self)
+        except KeyError:
+            return False
+        return True
 
 
 def _unwrap(future: torch.futures.Future[Any]) -> Any:
@@ -193,7 +203,7 @@ class ReplayedWork(dist.Work):
         return future
 
 
-class RecordedWork(dist.Work):
+class RecordedWork(_Wrapping):
     """A live operation whose outputs are taken down as soon as the caller learns that it is complete.
 
     Not before: the caller may have to issue its matching operation first, so waiting here could block everyone. Not
@@ -201,8 +211,7 @@ class RecordedWork(dist.Work):
     """
 
     def __init__(self, live: dist.Work, capture: Callable[[int, str | None], None]) -> None:
-        super().__init__()
-        self._live = live
+        super().__init__(live)
         self._capture: Callable[[int, str | None], None] | None = capture
 
     def _captured(self, failure: str | None = None) -> None:
@@ -235,24 +244,6 @@ class RecordedWork(dist.Work):
         if done and self._live.exception() is None:
             self._captured()
         return done
-
-    def is_success(self) -> bool:
-        """Ask the live operation."""
-        return self._live.is_success()
-
-    def exception(self) -> Any:
-        """Ask the live operation."""
-        return self._live.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Ask the live operation."""
-        return self._live.result()
-
-    def source_rank(self) -> int:
-        """Ask the live operation."""
-        return self._live._source_rank()
-
-    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that takes the outputs down before anyone who waits on it goes on."""
