@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from regrow.state import codec
+from regrow.state import codec, rng
 from regrow.state.rng import RandomNumbers, put_back
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -71,3 +72,24 @@ def test_another_generator_of_numpy() -> None:
             assert seen.look()
     finally:
         np.random.set_bit_generator(usual)
+
+
+def test_the_memory_of_the_generators_is_where_it_is_looked_for() -> None:
+    """Without it everything is still right, but each look takes ten times as long."""
+    address = rng._address_of_python()
+    assert address is not None
+    assert rng._raw_of_numpy(np)
+    before = ctypes.string_at(address, rng._PYTHON.size)
+    random.random()
+    assert ctypes.string_at(address, rng._PYTHON.size) != before
+
+
+def test_another_layout_of_python_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "_address_of_python", lambda: None)
+    seen = RandomNumbers()
+    assert seen.look()
+    for name in ("python", "python gauss"):
+        for _ in range(4):
+            assert not seen.look()
+            DRAWS[name]()
+            assert seen.look()

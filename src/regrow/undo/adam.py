@@ -48,15 +48,18 @@ class AdamRule(Elementwise):
 
     def keep(self, note: Note) -> tuple[str, ...]:
         """See the class."""
-        beta1, beta2 = note.hyper["betas"]
-        shrink = 1 - note.number("lr") * note.number("weight_decay")
-        wanted = (
-            (PARAM, note.hyper["decoupled_weight_decay"] and not divides(shrink)),
-            (MEAN, not divides(float(beta1))),
-            (SQUARE, not divides(float(beta2))),
-            (MAX_SQUARE, note.hyper["amsgrad"]),
-        )
-        return tuple(name for name, keep in wanted if keep)
+        hyper = note.hyper
+        beta1, beta2 = hyper["betas"]
+        kept = []
+        if hyper["decoupled_weight_decay"] and not divides(1 - note.number("lr") * note.number("weight_decay")):
+            kept.append(PARAM)
+        if not divides(float(beta1)):
+            kept.append(MEAN)
+        if not divides(float(beta2)):
+            kept.append(SQUARE)
+        if hyper["amsgrad"]:
+            kept.append(MAX_SQUARE)
+        return tuple(kept)
 
     def prepare(self, note: Note) -> _Coefficients:
         """Bias corrections at the count after the step, in double as the step has them."""

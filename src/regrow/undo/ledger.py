@@ -77,6 +77,7 @@ class Ledger:
         if params is None:
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
         overflow = self._overflow()
+        threads = torch.get_num_threads()
         hypers: dict[int, Mapping[str, Any]] = {}
         for number, param in enumerate(params):
             grad = param.grad if grads is None else grads[number]
@@ -97,7 +98,7 @@ class Ledger:
                 hyper = hypers[id(group)] = _options(group)
             if entry is not None:
                 self._drop(entry)
-            self._entries[id(param)] = self._noted(param, grad, hyper, overflow)
+            self._entries[id(param)] = self._noted(param, grad, hyper, overflow, threads)
 
     @torch.no_grad()
     def after(self, params: Sequence[Tensor] | None = None) -> None:
@@ -204,21 +205,26 @@ class Ledger:
         found_inf = getattr(self._optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _noted(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any], overflow: bool) -> _Entry:
-        rule, state = self._rule, self._optimizer.state
-        before = dict(state[param]) if param in state else None
+    def _noted(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any], overflow: bool, threads: int) -> _Entry:
+        rule = self._rule
+        state = self._optimizer.state.get(param)
+        before = None if state is None else dict(state)
         tensors = rule.tensors(hyper)
         scalars: dict[str, float | Tensor] = {}
-        for name, value in (before or {}).items():
+        had = set()
+        for name, value in before.items() if before else ():
+            if value is None:
+                continue
+            had.add(name)
             if name in tensors:
                 continue
             if isinstance(value, Tensor):
-                scalars[name] = value.clone()
+                # a number is quicker than a copy, but on a device it would be waited for
+                scalars[name] = value.item() if value.is_cpu and value.dim() == 0 else value.clone()
             elif isinstance(value, int | float):
                 scalars[name] = value
-        had = frozenset(name for name, value in (before or {}).items() if value is not None)
-        note = Note(param=param, grad=grad, hyper=hyper, scalars=scalars, had=had)
-        entry = _Entry(note, before, Copies({}, None), None, None, self.exact, torch.get_num_threads())
+        note = Note(param=param, grad=grad, hyper=hyper, scalars=scalars, had=frozenset(had))
+        entry = _Entry(note, before, Copies({}, None), None, None, self.exact, threads)
         present: dict[str, Tensor] = {name: before[name] for name in tensors if name in had} if before else {}
         present[PARAM] = param
         if grad.is_sparse:
@@ -252,8 +258,8 @@ class Ledger:
             state.pop(note.param, None)
             return
         for name, value in note.scalars.items():
-            if isinstance(value, Tensor):
-                entry.before[name].copy_(value)
+            if isinstance(entry.before[name], Tensor):
+                entry.before[name].copy_(value) if isinstance(value, Tensor) else entry.before[name].fill_(value)
         now = state[note.param]
         now.clear()
         now.update(entry.before)
