@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from regrow.errors import UndoUnsupported
+from regrow.optim import LAMB, Lion
 from regrow.undo import Ledger
+from regrow.undo.registry import _RULES, rule_for
+from regrow.undo.rule import Elementwise, Note
 from test_undo_families import assert_same, set_grads, snapshot
 
 
@@ -143,6 +147,47 @@ def test_a_step_can_be_taken_back_and_made_again_and_taken_back() -> None:
         ledger.after()
         ledger.undo(params)
         assert_same(params, optimizer, before)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_update_noted_twice_or_made_twice(exact: bool) -> None:
+    params, optimizer = trained()
+    ledger = Ledger(optimizer, exact=exact)
+    ledger.before()
+    ledger.before()
+    old = [snapshot(p, optimizer) for p in params]
+    optimizer.step()
+    ledger.after()
+    assert all(ledger.can_undo(param) for param in params)
+    ledger.undo(params)
+    if exact:
+        assert_same(params, optimizer, old)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [3.0, 3.0]
+    for _ in range(2):
+        ledger.before()
+        optimizer.step()
+        ledger.after()
+    assert ledger.why_not(params[0]) == "it was updated more than once in this step"
+
+
+class _OptionsOnly:
+    """A note of which only the options may be looked at."""
+
+    def __init__(self, hyper: dict[str, Any]) -> None:
+        self.hyper = hyper
+
+    number = Note.number
+
+
+def test_a_rule_that_says_so_keeps_by_options_alone() -> None:
+    """One answer is then taken for all parameters of a group."""
+    saying = [cls for cls, rule in _RULES.items() if isinstance(rule, Elementwise) and rule.keeps_by_options]
+    assert {Adam, AdamW, SGD, LAMB, Lion} <= set(saying)
+    for cls in saying:
+        optimizer = cls([nn.Parameter(torch.zeros(2))], lr=0.1)
+        for decay in (0.0, 0.1):
+            hyper = {**optimizer.param_groups[0], "weight_decay": decay}
+            rule_for(optimizer).keep(_OptionsOnly(hyper))  # type: ignore[arg-type]
 
 
 def test_state_that_was_none_is_none_again() -> None:

@@ -39,6 +39,7 @@ class AdadeltaRule(Elementwise):
     Kept: p with weight decay (v' and a' then hold p squared); v and a if rho is near 0.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     spares: int = 3

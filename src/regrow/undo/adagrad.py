@@ -33,6 +33,7 @@ class AdagradRule(Elementwise):
     Kept: p with weight decay (p then stands on both sides, divided by something that may be zero).
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class AdamRule(Elementwise):
     Kept: x always (a running maximum forgets); m if b1 is near 0, v if b2 is, p if lr wd is near 1 and decoupled.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

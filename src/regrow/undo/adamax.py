@@ -31,6 +31,7 @@ class AdamaxRule(Elementwise):
     Kept: u always (a maximum forgets the smaller side); m if b1 is near 0.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class LAMBRule(Elementwise):
     be small; m if b1 is near 0, v if b2 is.
     """
 
+    keeps_by_options = True
+
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         """Both moments."""
         return (MEAN, SQUARE)

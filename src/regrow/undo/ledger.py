@@ -21,7 +21,7 @@ from regrow.undo.inverse import Copies, Scratch, lost_bits, rows_of, take_back
 from regrow.undo.layout import WORKING, Pool, plain
 from regrow.undo.registry import check_supported, rule_for
 from regrow.undo.residual import Residual
-from regrow.undo.rule import PARAM, Note
+from regrow.undo.rule import PARAM, Elementwise, Note
 from regrow.undo.sparse import Touched
 
 
@@ -50,6 +50,23 @@ class _Entry:
     """Whether the tensors were found finite after the step; asked only where it matters, and once."""
 
 
+@dataclass(slots=True)
+class _Glance:
+    """A parameter of which nothing had to be copied: an entry is made of it only if one is asked for.
+
+    The step of nearly every run without failures is of this kind, so this is all that it costs.
+    """
+
+    param: Tensor
+    grad: Tensor
+    hyper: Mapping[str, Any]
+    before: dict[str, Any] | None
+    scalars: dict[str, float | Tensor]
+    threads: int
+    versions: dict[str, int] | None = None
+    """None until the update is done."""
+
+
 class Ledger:
     """What is needed to take back the step in progress of one optimizer, parameter by parameter.
 
@@ -62,6 +79,9 @@ class Ledger:
         self._optimizer = optimizer
         self._rule = rule_for(optimizer)
         self._entries: dict[int, _Entry] = {}
+        self._glances: dict[int, _Glance] = {}
+        rule = self._rule
+        self._glancing = isinstance(rule, Elementwise) and rule.keeps_by_options and type(rule).note is Elementwise.note
         self._groups: dict[int, dict[str, Any]] = {}
         self._signature: tuple[tuple[int, int], ...] = ()
         self._pool = Pool()
@@ -77,48 +97,58 @@ class Ledger:
         if params is None:
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
         overflow = self._overflow()
+        glancing = self._glancing and not self.exact and not overflow
         threads = torch.get_num_threads()
-        hypers: dict[int, Mapping[str, Any]] = {}
+        hypers: dict[int, tuple[Mapping[str, Any], tuple[str, ...], bool]] = {}
         for number, param in enumerate(params):
             grad = param.grad if grads is None else grads[number]
             if grad is None:
                 continue
-            entry = self._entries.get(id(param))
+            key = id(param)
+            if key in self._glances:
+                self._full(key)
+            entry = self._entries.get(key)
             if entry is not None and entry.phase in (_Phase.UPDATED, _Phase.REPEATED):
                 entry.phase = _Phase.REPEATED
                 continue
-            group = groups.get(id(param))
+            group = groups.get(key)
             if group is None:
                 self._signature = ()
-                group = self._group_of().get(id(param))
+                group = self._group_of().get(key)
             if group is None:
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} is in no group of this optimizer")
-            hyper = hypers.get(id(group))
-            if hyper is None:
-                hyper = hypers[id(group)] = _options(group)
+            known = hypers.get(id(group))
+            if known is None:
+                known = hypers[id(group)] = self._options_of(group, param, grad)
+            hyper, tensors, keeps = known
             if entry is not None:
                 self._drop(entry)
-            self._entries[id(param)] = self._noted(param, grad, hyper, overflow, threads)
+                del self._entries[key]
+            if not (glancing and not keeps and self._glance(param, grad, hyper, tensors, threads)):
+                self._entries[key] = self._noted(param, grad, hyper, overflow, threads)
 
     @torch.no_grad()
     def after(self, params: Sequence[Tensor] | None = None) -> None:
         """Complete the notes right after the update of these parameters; None: of all that `before` noted."""
-        if params is None:
-            entries = list(self._entries.values())
-        else:
-            entries = [entry for param in params if (entry := self._entries.get(id(param))) is not None]
+        keys = None if params is None else [id(param) for param in params]
+        state = self._optimizer.state
+        glances = self._glances.values() if keys is None else map(self._glances.get, keys)
+        for glance in glances:
+            if glance is not None and glance.versions is None:
+                glance.versions = _versions(glance.param, glance.grad, state.get(glance.param) or {})
+        entries = list(self._entries.values()) if keys is None else map(self._entries.get, keys)
         for entry in entries:
-            if entry.phase is not _Phase.NOTED:
+            if entry is None or entry.phase is not _Phase.NOTED:
                 continue
             note = entry.note
-            note.state = self._optimizer.state.get(note.param) or {}
+            note.state = state.get(note.param) or {}
             if entry.true is not None:
                 entry.residuals = lost_bits(
                     self._rule, note, entry.kept, entry.true, self._pool, self._scratch, entry.threads
                 )
                 entry.true.drop(self._pool)
                 entry.true = None
-            entry.versions = _versions(note)
+            entry.versions = _versions(note.param, note.grad, note.state)
             entry.phase = _Phase.UPDATED
 
     @torch.no_grad()
@@ -146,7 +176,7 @@ class Ledger:
     @torch.no_grad()
     def why_not(self, param: Tensor) -> str | None:
         """Return why this parameter's update cannot be taken back; None if it can."""
-        entry = self._entries.get(id(param))
+        entry = self._full(id(param))
         if entry is None:
             return "it was not updated in this step"
         note = entry.note
@@ -161,7 +191,7 @@ class Ledger:
                 return "its update was begun and not completed (after() was not called)"
             case _Phase.UPDATED:
                 pass
-        for name, version in _versions(note).items():
+        for name, version in _versions(note.param, note.grad, note.state).items():
             if version != entry.versions[name]:
                 if name == "grad":
                     return "its gradient was overwritten in place since (use zero_grad(set_to_none=True))"
@@ -181,6 +211,7 @@ class Ledger:
         for entry in self._entries.values():
             self._drop(entry)
         self._entries.clear()
+        self._glances.clear()
 
     def nbytes(self) -> int:
         """Return the bytes held now for the step in progress, gradients (held by reference) left out."""
@@ -205,6 +236,49 @@ class Ledger:
         found_inf = getattr(self._optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
+    def _options_of(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor
+    ) -> tuple[Mapping[str, Any], tuple[str, ...], bool]:
+        """Return a group's options as they are now, the tensors that its step changes, and if any of them is kept."""
+        hyper = _options(group)
+        keeps = bool(self._rule.keep(Note(param, grad, hyper, {}, frozenset()))) if self._glancing else True
+        return hyper, self._rule.tensors(hyper), keeps
+
+    def _glance(
+        self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any], tensors: tuple[str, ...], threads: int
+    ) -> bool:
+        """Note a parameter in passing, unless something of it has to be copied."""
+        if grad.is_sparse:
+            return False
+        state = self._optimizer.state.get(param)
+        scalars: dict[str, float | Tensor] = {}
+        before = None
+        if state is not None:
+            before = dict(state)
+            dtype = param.dtype
+            for name, value in before.items():
+                if name not in tensors:
+                    _add_scalar(scalars, name, value)
+                elif value is not None and value.dtype != dtype:
+                    return False
+        self._glances[id(param)] = _Glance(param, grad, hyper, before, scalars, threads)
+        return True
+
+    def _full(self, key: int) -> _Entry | None:
+        """Return the entry of a parameter, made of what was noted in passing if need be."""
+        glance = self._glances.pop(key, None)
+        if glance is None:
+            return self._entries.get(key)
+        had = frozenset(name for name, value in (glance.before or {}).items() if value is not None)
+        note = Note(glance.param, glance.grad, glance.hyper, glance.scalars, had)
+        entry = _Entry(note, glance.before, Copies({}, None), None, None, False, glance.threads)
+        if glance.versions is not None:
+            note.state = self._optimizer.state.get(glance.param) or {}
+            entry.versions = glance.versions
+            entry.phase = _Phase.UPDATED
+        self._entries[key] = entry
+        return entry
+
     def _noted(self, param: Tensor, grad: Tensor, hyper: Mapping[str, Any], overflow: bool, threads: int) -> _Entry:
         rule = self._rule
         state = self._optimizer.state.get(param)
@@ -216,13 +290,8 @@ class Ledger:
             if value is None:
                 continue
             had.add(name)
-            if name in tensors:
-                continue
-            if isinstance(value, Tensor):
-                # a number is quicker than a copy, but on a device it would be waited for
-                scalars[name] = value.item() if value.is_cpu and value.dim() == 0 else value.clone()
-            elif isinstance(value, int | float):
-                scalars[name] = value
+            if name not in tensors:
+                _add_scalar(scalars, name, value)
         note = Note(param=param, grad=grad, hyper=hyper, scalars=scalars, had=frozenset(had))
         entry = _Entry(note, before, Copies({}, None), None, None, self.exact, threads)
         present: dict[str, Tensor] = {name: before[name] for name in tensors if name in had} if before else {}
@@ -284,9 +353,17 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _versions(note: Note) -> dict[str, int]:
-    versions = {"grad": note.grad._version, PARAM: note.param._version}
-    for name, value in note.state.items():
+def _add_scalar(scalars: dict[str, float | Tensor], name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        # a number is quicker than a copy, but on a device it would be waited for
+        scalars[name] = value.item() if value.is_cpu and value.dim() == 0 else value.clone()
+    elif isinstance(value, int | float):
+        scalars[name] = value
+
+
+def _versions(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> dict[str, int]:
+    versions = {"grad": grad._version, PARAM: param._version}
+    for name, value in state.items():
         if isinstance(value, Tensor):
             versions[name] = value._version
     return versions

@@ -36,6 +36,7 @@ class LionRule(Elementwise):
     Kept: p if lr wd is near 1; m if b2 is near 0.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

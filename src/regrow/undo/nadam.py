@@ -42,6 +42,7 @@ class NAdamRule(Elementwise):
     1; m if b1 is near 0, v if b2 is.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class RAdamRule(Elementwise):
     Exactness: as Adam. Kept: p if lr wd is near 1 and decoupled; m if b1 is near 0, v if b2 is.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class RMSpropRule(Elementwise):
     and m if alpha is near 0, b if mu is.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def tensors(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

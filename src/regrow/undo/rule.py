@@ -118,6 +118,8 @@ class Elementwise(Rule):
 
     elementwise: bool = True
     spares: int = 2
+    keeps_by_options: bool = False
+    """Whether `keep` looks at the group's options alone, so that one answer holds for all parameters of a group."""
 
     def refuse(self, group: Mapping[str, Any]) -> str | None:
         """Everything is invertible unless a family says otherwise."""

@@ -39,6 +39,7 @@ class SGDRule(Elementwise):
     Kept: p if lr wd is near 1 and p is not simply p' + lr b'; b if mu is near 0.
     """
 
+    keeps_by_options = True
     steps_elementwise = True
 
     def refuse(self, group: Mapping[str, Any]) -> str | None:
