@@ -128,7 +128,7 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 90.0) ->
 def step_ratios(workers: int, launches: int, pairs: int, *flags: str) -> list[float]:
     """Time of a protected step over that of the plain one beside it: a median for each launch; the slowest rank counts.
 
-    Many pairs, since single steps vary by more than a tenth with what else the machine does. Several launches, since a
+    Many pairs, since single steps vary with what else the machine does. Several launches, since a
     process keeps for its life what it happened to get of the allocator (whether a tensor's memory is given back and
     faulted in again at every step), which may favour either side.
     """
