@@ -72,8 +72,10 @@ def test_a_stopped_worker_is_a_timeout_and_then_killed() -> None:
 
 
 _RANK_WITH_WORKERS = """
-import os, signal, sys, torch
+import os, sys, time, torch
 from regrow.data import Loader
+forks = []
+os.register_at_fork(before=lambda: forks.append(0), after_in_child=lambda: len(forks) == 2 and time.sleep(LATE))
 class Data:
     def __len__(self): return 8
     def __getitem__(self, i): return torch.tensor(i)
@@ -85,11 +87,12 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
-def test_workers_die_with_a_killed_rank() -> None:
+@pytest.mark.parametrize("late_s", [0, 1])
+def test_workers_die_with_a_killed_rank(late_s: int) -> None:
+    """Also one that was forked before its rank was killed and begins to run only afterwards."""
+    script = _RANK_WITH_WORKERS.replace("LATE", str(late_s))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    rank = subprocess.Popen(
-        [sys.executable, "-c", _RANK_WITH_WORKERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-    )
+    rank = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     assert rank.stdin is not None
     assert rank.stdout is not None
     try:
@@ -100,7 +103,7 @@ def test_workers_die_with_a_killed_rank() -> None:
         rank.wait(timeout=20)
         rank.stdin.close()
         rank.stdout.close()
-    assert gone(pids, within_s=3)  # torch's own watch looks every 5 s
+    assert gone(pids, within_s=late_s + 3)  # torch's own watch looks every 5 s
 
 
 def test_a_worker_sees_the_users_dataset(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ its own.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from regrow.data.share import Share
 from regrow.data.shuffle import mix
 
 _PR_SET_PDEATHSIG = 1
+_LAST_BREATH_S = 0.01  # the kernel gives a dying process's children away a moment before it shows that it ended
 
 
 def seed_all(seed: int) -> None:
@@ -102,13 +105,14 @@ class WorkerStart:
         self._dataset = dataset
         self._worker_init_fn = worker_init_fn
         self._dies_with_parent = dies_with_parent
+        self._rank = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
         """Bind the worker's life to the rank's, show it the user's dataset, call the user's function."""
         if self._dies_with_parent:
             # a forked worker holds the rank's sockets open: while it lives, the other ranks do not see that the rank
             # died
-            _die_with_parent()
+            _die_with(self._rank)
         info = get_worker_info()
         assert info is not None
         # WorkerInfo is frozen; the user's worker_init_fn expects its own dataset there, not our wrapper of it
@@ -117,6 +121,20 @@ class WorkerStart:
             self._worker_init_fn(worker_id)
 
 
-def _die_with_parent() -> None:
+def _die_with(rank: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # a rank that died before the prctl sends no signal; a fork server is a parent that is not the rank
+        if os.getppid() != rank and _has_ended(rank):
+            os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], _LAST_BREATH_S)[0])
+    finally:
+        os.close(descriptor)
