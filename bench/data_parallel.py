@@ -32,6 +32,8 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "mlp_job.py"
 OUT = HERE / "out" / "data_parallel.json"
 WARM_UP = 5
+PAIRS = 14
+"""Steps of each kind that are compared in one launch of a job."""
 
 
 @dataclass
@@ -125,19 +127,19 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 90.0) ->
 # failure-free --------------------------------------------------------------------------------------------------------
 
 
-def step_ratios(workers: int, launches: int, pairs: int, *flags: str) -> list[float]:
+def step_ratios(workers: int, launches: int, *flags: str) -> list[float]:
     """Time of a protected step over that of the plain one beside it: a median for each launch; the slowest rank counts.
 
-    Many pairs, since single steps vary with what else the machine does. Several launches, since a
-    process keeps for its life what it happened to get of the allocator (whether a tensor's memory is given back and
-    faulted in again at every step), which may favour either side.
+    Many launches rather than long ones: a process keeps for its life where its tensors happened to lie in memory, and
+    that favours either side by several hundredths. Which of the two is built first alternates.
     """
     found = []
-    for _ in range(launches):
+    for number in range(launches):
+        order = ("--plain-first",) if number % 2 else ()
         with tempfile.TemporaryDirectory() as name:
-            out, steps = Path(name) / "out", str(WARM_UP + pairs)
-            finish(protected(Path(name) / "logs", workers, 0, "compare", "--out", str(out), "--steps", steps, *flags))
-            rows = list(zip(*(facts(out, rank) for rank in range(workers)), strict=True))[WARM_UP:]
+            job = ("compare", "--out", f"{name}/out", "--steps", str(WARM_UP + PAIRS), *order, *flags)
+            finish(protected(Path(name) / "logs", workers, 0, *job))
+            rows = list(zip(*(facts(Path(name) / "out", rank) for rank in range(workers)), strict=True))[WARM_UP:]
         ratios = [max(fact["protected_s"] for fact in row) / max(fact["plain_s"] for fact in row) for row in rows]
         found.append(statistics.median(ratios))
     return found
@@ -300,10 +302,11 @@ def measure(workers: int, dice: random.Random, rounds: int) -> dict[str, Figure]
         found[name] = Figure(name, values, bound, holds)
         say(f"  {workers} workers  {found[name].line()}")
 
-    add("step_time_ratio", step_ratios(workers, rounds + 4, 50), "at most 1.02", lambda m: m <= 1.02)
-    fast = step_ratios(workers, rounds + 2, 40, "--wait-free", "--inexact")
+    add("null_ratio", step_ratios(workers, 2 * rounds, "--null"))
+    add("step_time_ratio", step_ratios(workers, 6 * rounds), "at most 1.02", lambda m: m <= 1.02)
+    fast = step_ratios(workers, 3 * rounds, "--wait-free", "--inexact")
     add("wait_free_ratio", fast, "below 1", lambda m: m < 1)
-    add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), 20, "--wait-free"))
+    add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), "--wait-free"))
     ours, theirs = memory(workers, max(2, rounds // 2))
     base = statistics.median(theirs)
     add(
@@ -346,7 +349,7 @@ def measure(workers: int, dice: random.Random, rounds: int) -> dict[str, Figure]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="how much to measure; 2 for a quick look")
+    parser.add_argument("--rounds", type=int, default=4, help="how much to measure; 2 for a quick look")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are ended, too

@@ -63,16 +63,29 @@ class Log:
         self._file.flush()
 
 
-def compare(run: regrow.Run, log: Log, steps: int, wait_free: bool, exact: bool) -> None:
-    """Take a protected and a plain step in turn, now one first and now the other, and time each."""
-    plain_group = dist.new_group(backend="gloo")
-    plain, protected = Trainer(plain_group), Trainer()
-    run.protect(model=protected.model, optimizer=protected.optimizer, wait_free=wait_free, exact=exact)
-    iterator = run.steps(steps)
+def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
+    """Take a protected and a plain step in turn, now one first and now the other, and time each.
 
-    def protected_step() -> None:
-        with next(iterator):
-            protected.step()
+    With ``--null`` the one that stands for the protected is plain, too: what is found then is the measurement's own.
+    """
+    plain_group = dist.new_group(backend="gloo")
+    other_group = dist.new_group(backend="gloo") if args.null else None
+    if args.plain_first:
+        plain, other = Trainer(plain_group), Trainer(other_group)
+    else:
+        other, plain = Trainer(other_group), Trainer(plain_group)
+    other_step, end = other.step, lambda: None
+    if not args.null:
+        run.protect(model=other.model, optimizer=other.optimizer, wait_free=args.wait_free, exact=not args.inexact)
+        iterator = run.steps(args.steps)
+
+        def other_step() -> None:
+            with next(iterator):
+                other.step()
+
+        def end() -> None:
+            for _ in iterator:  # there is none left: this ends the run in good order
+                pass
 
     def timed(call: Callable[[], None]) -> float:
         dist.barrier(plain_group)
@@ -80,14 +93,13 @@ def compare(run: regrow.Run, log: Log, steps: int, wait_free: bool, exact: bool)
         call()
         return time.perf_counter() - began
 
-    for number in range(steps):
+    for number in range(args.steps):
         if number % 2:
-            protected_s, plain_s = timed(protected_step), timed(plain.step)
+            other_s, plain_s = timed(other_step), timed(plain.step)
         else:
-            plain_s, protected_s = timed(plain.step), timed(protected_step)
-        log.write(protected_s=protected_s, plain_s=plain_s)
-    for _ in iterator:  # there is none left: this ends the run in good order
-        pass
+            plain_s, other_s = timed(plain.step), timed(other_step)
+        log.write(protected_s=other_s, plain_s=plain_s)
+    end()
 
 
 def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
@@ -134,6 +146,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--wait-free", action="store_true")
     parser.add_argument("--inexact", action="store_true")
+    parser.add_argument("--null", action="store_true")
+    parser.add_argument("--plain-first", action="store_true")
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--megabytes", type=float, default=120)
     args = parser.parse_args()
@@ -146,7 +160,7 @@ def main() -> None:
     log = Log(args.out, run.rank)
     match args.what:
         case "compare":
-            compare(run, log, args.steps, args.wait_free, not args.inexact)
+            compare(run, log, args)
         case "train":
             train(run, log, args)
         case "bandwidth":
