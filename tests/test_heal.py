@@ -188,6 +188,14 @@ def test_a_lost_connection_between_the_living():
     assert len(job.events("generation")) == 1
 
 
+def test_an_end_without_destroying_the_groups():
+    """Threads of gloo that still hold tensors must not meet an interpreter that is ending: that would be SIGABRT."""
+    job = run_job("--steps", "2", "--unwaited", nproc=2)
+    assert job.code == 0, job.output
+    assert "replaced on the way" in job.output
+    assert sorted(job.ranks) == [0, 1]
+
+
 def test_survivors_keep_their_processes():
     job = check("--steps", "6", nproc=3, faults=[Fault(point="in_backward", rank=1, step=2)], spares=1)
     started = {event["rank"]: event["pid"] for event in job.events("worker_started") if event.get("rank") is not None}

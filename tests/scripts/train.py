@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument(
         "--linger-at", type=int, default=-1, help="rank 0 hears of a loss between this step and the next"
     )
+    parser.add_argument("--unwaited", action="store_true", help="end with collectives that nobody has waited for")
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--raise-rank", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
@@ -173,6 +174,11 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"rank{run.rank}.json").write_text(json.dumps(report))
+    if args.unwaited:
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+            for _ in range(30):
+                dist.all_reduce(torch.ones(1 << 16), group=group, async_op=True)
+        return
     dist.barrier()
     dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from regrow.errors import PeerLost, SetupDiverged
@@ -327,10 +328,17 @@ class Fabric:
         _left_behind.extend(group.detach() for group in self._groups)  # their threads are not here: never destroy them
 
     def before_exit(self) -> None:
-        """Call off what still connects at an ended generation, so that its thread is done when the interpreter ends."""
+        """Let go of the groups while there is an interpreter.
+
+        A thread of gloo that lets go of a tensor later asks for the interpreter's lock, and ends the process instead
+        with SIGABRT: a run that has done all its work would be taken for a failure. Done in another thread, since gloo
+        first finishes what was issued; what still connects at an ended generation is called off.
+        """
         for network in self._networks:
             if network is not self._network or self._aborted is not None:
                 network.ended.set()
+        self.last_work = None
+        helpers.start("regrow-destroy", _destroy_groups)
 
 
 _left_behind: list[Inner | None] = []
@@ -342,6 +350,13 @@ def _watch_process(fabric: Fabric) -> None:
         os.register_at_fork(after_in_child=lambda: _for_each(Fabric.after_fork_in_child))
         helpers.on_exit(lambda: _for_each(Fabric.before_exit))
     _fabrics.append(weakref.ref(fabric))
+
+
+def _destroy_groups() -> None:
+    """Destroy all of torch's groups, those of other backends, too."""
+    with contextlib.suppress(RuntimeError, ValueError):  # at the end nobody is there to hear of it
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _for_each(call: Callable[[Fabric], None]) -> None:

@@ -45,8 +45,12 @@ def _wait_at_exit() -> None:
     for inbox in _idle:
         inbox.put(None)
     deadline = time.monotonic() + _EXIT_WAIT_S
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while time.monotonic() < deadline:
+        alive = [thread for thread in list(_threads) if thread.is_alive()]
+        if not alive:
+            return
+        for thread in alive:  # each may start another
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Errand(Generic[Result]):
