@@ -32,8 +32,6 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "mlp_job.py"
 OUT = HERE / "out" / "data_parallel.json"
 WARM_UP = 5
-PAIRS = 14
-"""Steps of each kind that are compared in one launch of a job."""
 
 
 @dataclass
@@ -127,18 +125,23 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 90.0) ->
 # failure-free --------------------------------------------------------------------------------------------------------
 
 
-def step_ratios(workers: int, launches: int, *flags: str) -> list[float]:
+def step_ratios(workers: int, launches: int, pairs: int, *flags: str) -> list[float]:
     """Time of a protected step over that of the plain one beside it: a median for each launch; the slowest rank counts.
 
-    Many launches rather than long ones: a process keeps for its life where its tensors happened to lie in memory, and
-    that favours either side by several hundredths. Which of the two is built first alternates.
+    ``pairs`` is for 2 workers, and fewer for more, whose steps take longer and vary less. Single steps vary by a
+    seventh on a shared machine, so it takes hundreds of pairs to tell a hundredth; a null comparison shows how far to
+    trust them. Which of the two models is built first alternates.
     """
     found = []
     for number in range(launches):
         order = ("--plain-first",) if number % 2 else ()
+        steps = str(WARM_UP + 2 * pairs // workers)
         with tempfile.TemporaryDirectory() as name:
-            job = ("compare", "--out", f"{name}/out", "--steps", str(WARM_UP + PAIRS), *order, *flags)
-            finish(protected(Path(name) / "logs", workers, 0, *job))
+            finish(
+                protected(
+                    Path(name) / "logs", workers, 0, "compare", "--out", f"{name}/out", "--steps", steps, *order, *flags
+                )
+            )
             rows = list(zip(*(facts(Path(name) / "out", rank) for rank in range(workers)), strict=True))[WARM_UP:]
         ratios = [max(fact["protected_s"] for fact in row) / max(fact["plain_s"] for fact in row) for row in rows]
         found.append(statistics.median(ratios))
@@ -302,11 +305,11 @@ def measure(workers: int, dice: random.Random, rounds: int) -> dict[str, Figure]
         found[name] = Figure(name, values, bound, holds)
         say(f"  {workers} workers  {found[name].line()}")
 
-    add("null_ratio", step_ratios(workers, 2 * rounds, "--null"))
-    add("step_time_ratio", step_ratios(workers, 6 * rounds), "at most 1.02", lambda m: m <= 1.02)
-    fast = step_ratios(workers, 3 * rounds, "--wait-free", "--inexact")
+    add("null_ratio", step_ratios(workers, rounds, 100, "--null"))
+    add("step_time_ratio", step_ratios(workers, rounds, 250), "at most 1.02", lambda m: m <= 1.02)
+    fast = step_ratios(workers, rounds, 100, "--wait-free", "--inexact")
     add("wait_free_ratio", fast, "below 1", lambda m: m < 1)
-    add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), "--wait-free"))
+    add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), 20, "--wait-free"))
     ours, theirs = memory(workers, max(2, rounds // 2))
     base = statistics.median(theirs)
     add(
