@@ -128,9 +128,9 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 90.0) ->
 def step_ratios(workers: int, launches: int, pairs: int, *flags: str) -> list[float]:
     """Time of a protected step over that of the plain one beside it: a median for each launch; the slowest rank counts.
 
-    ``pairs`` is for 2 workers, and fewer for more, whose steps take longer and vary less. Single steps vary by a
-    seventh on a shared machine, so it takes hundreds of pairs to tell a hundredth; a null comparison shows how far to
-    trust them. Which of the two models is built first alternates.
+    ``pairs`` is for 2 workers, and fewer for more, whose steps take longer. Single steps vary much on a shared
+    machine, so it takes many pairs to tell a hundredth; a null comparison shows how far to trust them. Which of the two
+    models is built first alternates.
     """
     found = []
     for number in range(launches):
