@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -328,7 +329,8 @@ def _forks(member):
         if child == 0:
             with pytest.raises(PeerLost):
                 dist.all_reduce(torch.ones(1))
-            member.say("child", os.getpid())
+            atexit._run_exitfuncs()  # as at its end: the groups are not its own to destroy
+            member.say("child", (os.getpid(), dist.is_initialized()))
             time.sleep(WAIT_S)
             os._exit(0)
     member.hear("go")
@@ -341,8 +343,9 @@ def _forks(member):
 
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(world):  # noqa: F811
     workers = world.start_all(_forks, SIZE)
-    child = workers[VICTIM].hear("child")
+    child, left_alone = workers[VICTIM].hear("child")
     try:
+        assert left_alone
         for worker in workers:
             worker.tell("go")
         time.sleep(0.2)

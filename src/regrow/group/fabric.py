@@ -328,28 +328,38 @@ class Fabric:
         _left_behind.extend(group.detach() for group in self._groups)  # their threads are not here: never destroy them
 
     def before_exit(self) -> None:
-        """Let go of the groups while there is an interpreter.
-
-        A thread of gloo that lets go of a tensor later asks for the interpreter's lock, and ends the process instead
-        with SIGABRT: a run that has done all its work would be taken for a failure. Done in another thread, since gloo
-        first finishes what was issued; what still connects at an ended generation is called off.
-        """
+        """Call off what still connects at an ended generation, and hold no tensor of an operation."""
         for network in self._networks:
             if network is not self._network or self._aborted is not None:
                 network.ended.set()
         self.last_work = None
-        helpers.start("regrow-destroy", _destroy_groups)
 
 
 _left_behind: list[Inner | None] = []
 _fabrics: list[weakref.ref[Fabric]] = []
+_owners: set[int] = set()
+"""The processes that made a fabric of their own: one, and perhaps the one that it was forked from."""
 
 
 def _watch_process(fabric: Fabric) -> None:
     if not _fabrics:
         os.register_at_fork(after_in_child=lambda: _for_each(Fabric.after_fork_in_child))
-        helpers.on_exit(lambda: _for_each(Fabric.before_exit))
+        helpers.on_exit(_before_exit)
+    _owners.add(os.getpid())
     _fabrics.append(weakref.ref(fabric))
+
+
+def _before_exit() -> None:
+    """Let go of the groups while there is an interpreter.
+
+    A thread of gloo that lets go of a tensor later asks for the interpreter's lock, and ends the process instead with
+    SIGABRT: a run that has done all its work would be taken for a failure. Done in another thread, since gloo first
+    finishes what was issued. Not in a process that was merely forked from a worker: gloo's threads are not there.
+    """
+    if os.getpid() not in _owners:
+        return
+    _for_each(Fabric.before_exit)
+    helpers.start("regrow-destroy", _destroy_groups)
 
 
 def _destroy_groups() -> None:
