@@ -14,14 +14,13 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
     "wire": set(),
     "events": set(),
     "slots": {"ids"},
-    "lifeline": set(),
     "plan": {"ids", "errors"},
     "undo": {"errors", "optim"},
     "optim": set(),
