@@ -25,10 +25,10 @@ def fabric():
     fabric.close()
 
 
-def wrapped() -> DistributedDataParallel:
+def wrapped(view: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02)
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, gradient_as_bucket_view=view)
 
 
 def step(ddp: DistributedDataParallel) -> None:
@@ -56,6 +56,51 @@ def test_the_layout_is_learnt_at_the_second_forward_and_given_to_a_new_reducer(f
     step(other)
     step(other)
     assert twin.layout == buckets.layout
+
+
+def layout_of(ddp: DistributedDataParallel) -> list[list[int]]:
+    """Return the layout that the reducer has at this moment."""
+    order = [id(param) for param in ddp.parameters()]
+    buckets = [[order.index(id(param)) for param in b.parameters()] for b in ddp.reducer._get_zeros_like_grad_buckets()]
+    return [[*(index for bucket in buckets for index in bucket), len(buckets)], [len(bucket) for bucket in buckets]]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_buckets_can_be_settled_after_backward_and_go_back_to_the_first(fabric, view):
+    ddp = wrapped(view)
+    buckets = Buckets(ddp, fabric)
+    first = layout_of(ddp)
+    buckets.start()
+    buckets.settle()
+    assert buckets.layout is None  # there was no backward yet
+    step(ddp)
+    gradients = [param.grad.clone() for param in ddp.parameters()]
+    buckets.settle()
+    assert buckets.layout == layout_of(ddp) != first
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(ddp.parameters(), gradients, strict=True))
+    settled = buckets.layout
+    step(ddp)
+    assert buckets.layout == layout_of(ddp) == settled
+    ddp.zero_grad()
+    buckets.abandon()
+    assert buckets.layout is None
+    assert layout_of(ddp) == first
+    assert not ddp._has_rebuilt_buckets
+    step(ddp)
+    assert layout_of(ddp) == first
+    step(ddp)
+    assert buckets.layout == layout_of(ddp) == settled
+
+
+def test_a_backward_that_leaves_parameters_out_is_ddps_to_tell(fabric):
+    ddp = wrapped()
+    buckets = Buckets(ddp, fabric)
+    ddp(torch.ones(2, 64)).sum()
+    ddp.module[0](torch.ones(2, 64)).sum().backward()
+    buckets.settle()
+    assert buckets.layout is None
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        step(ddp)
 
 
 def test_an_interrupted_backward_is_forgotten(fabric):

@@ -107,6 +107,42 @@ def test_a_loss_that_is_heard_of_between_two_steps():
     assert woken[2] is not None
 
 
+BETWEEN = [Fault(point="step_end", rank=1, step=0)]
+TWO_BETWEEN = [Fault(point="step_end", rank=rank, step=0) for rank in (0, 2)]
+AROUND_REBUILDING = {
+    # all survivors stand between the first two steps
+    "two-between": (("--wait-free",), "all", TWO_BETWEEN),
+    # buckets are rebuilt in the middle of the step that must then begin with the first ones again
+    "accumulating": (("--accumulate", "2", "--sync-all"), "", [Fault(point="in_backward", rank=2, step=0, nth=3)]),
+}
+if os.environ.get("REGROW_TEST_ALL"):
+    AROUND_REBUILDING |= {
+        "between": (("--wait-free",), "all", BETWEEN),
+        "between-plain": ((), "all", BETWEEN),
+        "two-between-plain": ((), "all", TWO_BETWEEN),
+        # no update in the first step, so no rebuilding before it
+        "no-update": (("--idle-at", "0"), "all", BETWEEN),
+        # rank 0 stands between the first two steps while the others are in the second one
+        "some-between": ((), "one", [Fault(point="before_forward", rank=1, step=1)]),
+        # rank 0, whose layout counts, is lost with its first update
+        "after-update": ((), "", [Fault(point="after_update", rank=0, step=0)]),
+    }
+
+
+@pytest.mark.parametrize("case", AROUND_REBUILDING)
+def test_a_loss_around_the_rebuilding_of_buckets(case):
+    """DDP rebuilds its buckets after the first backward; every step must be summed in the order that it has alone."""
+    more, lingering, faults = AROUND_REBUILDING[case]
+    args = ("--steps", "4", "--depth", "6", *more)
+    expected = undisturbed(*(arg for arg in args if arg != "--wait-free"), nproc=3)
+    late = {"": (), "one": ("--linger-at", "0"), "all": ("--linger-at", "0", "--linger-all")}[lingering]
+    job = run_job(*args, *late, nproc=3, spares=len(faults), faults=faults)
+    assert job.code == 0, job.output
+    assert len(job.events("worker_lost")) == len(faults), job.output
+    assert job.digests() == expected.digests(), job.output
+    assert (None in [event["error"] for event in job.events("woken")]) == bool(lingering)
+
+
 def test_a_stopped_worker_counts_as_dead():
     faults = [Fault(point="in_backward", rank=1, step=2, action="stop")]
     job = check("--steps", "5", nproc=2, faults=faults, flags=("--dead-after", "1"))

@@ -37,7 +37,11 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 class Buckets:
-    """Keeps one DDP module's bucket layout the same on every rank and in every generation."""
+    """Keeps one DDP module's bucket layout the same on every rank and in every generation.
+
+    The layout is state like any other: a step that is done again must find the buckets that it found the first time,
+    and who takes over another rank's state takes its buckets with it.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, fabric: Fabric) -> None:
         missing = [name for name in REDUCER_METHODS if not hasattr(ddp.reducer, name)]
@@ -45,24 +49,43 @@ class Buckets:
             raise RuntimeError(f"this PyTorch's DDP reducer lacks {missing}: regrow supports torch 2.13")
         self._ddp = ddp
         self._fabric = fabric
+        self._first = _first_layout(ddp)
         self.builds = 0
         """Counts what makes buckets anew, or takes them out of the middle of a backward."""
         self.layout: list[list[int]] | None = None
         """What the rebuilding of buckets would broadcast from rank 0; ``None`` before it has happened."""
-        # DDP rebuilds at the first forward after its first synchronised backward; the hook does it just before, so that
-        # the layout is known (and kept) on every rank instead of living in the reducer alone.
+        self.layout_at_start: list[list[int]] | None = None
+        """The layout when the step in progress began."""
         self._hook = ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled():  # DDP's own condition, the same under no_sync()
+        if torch.is_grad_enabled():  # DDP's own condition, the same under no_sync()
+            self.settle()
+
+    def settle(self) -> None:
+        """Rebuild the buckets if a first synchronised backward has shown the order of the gradients.
+
+        DDP does it at the next forward. A loss may be heard of between the step that shows the order and that forward;
+        whoever healed then would run one more step with the first buckets. So this is called before the first update,
+        and before a step is complete: when the next step begins the layout is known, and the same on every rank.
+        """
+        if self.layout is not None:
             return
         seen: list[list[int]] = []
-        if not self._rebuild(seen, None):
+        try:
+            rebuilt = self._rebuild(seen, None)
+        except RuntimeError:  # a backward left parameters out: DDP says so itself, at the next forward
+            return
+        if not rebuilt:
             return
         self.layout = seen
         self.builds += 1
         self._hook.remove()
         self._agree()
+
+    def start(self) -> None:
+        """A step begins: this is the layout to return to when it is done again."""
+        self.layout_at_start = self.layout
 
     def _rebuild(self, seen: list[list[int]], given: list[list[int]] | None) -> bool:
         """Let the reducer rebuild without its peers, noting what it would send and answering with what is given."""
@@ -97,17 +120,25 @@ class Buckets:
             rest = rest[size:]
         self.apply(layout)
 
+    def abandon(self) -> None:
+        """Forget an interrupted backward, and go back to the buckets with which the step began."""
+        self.apply(self.layout_at_start)
+
     def apply(self, layout: list[list[int]] | None) -> None:
         """Forget an interrupted backward and take the layout (``None``: buckets were not rebuilt yet)."""
         self.builds += 1
         self._ddp.reducer._reset_state()
-        if layout is None:
-            return
-        self._hook.remove()
-        self._ddp.reducer._push_all_rebuilt_params()
-        if not self._rebuild([], layout):
-            raise RuntimeError("DDP did not rebuild its buckets: regrow supports torch 2.13")
-        self.layout = layout
+        if layout is not None or self.layout is not None:
+            self._ddp.reducer._push_all_rebuilt_params()
+            if not self._rebuild([], self._first if layout is None else layout):
+                raise RuntimeError("DDP did not rebuild its buckets: regrow supports torch 2.13")
+        if layout is not None:
+            self._hook.remove()
+        elif self.layout is not None:
+            self._ddp.reducer._reset_state()  # the first buckets are there, and are yet to be rebuilt
+            self._ddp._has_rebuilt_buckets = False
+            self._hook = self._ddp.register_forward_pre_hook(self._before_forward)
+        self.layout = self.layout_at_start = layout
 
     def contents(self) -> list[Bucket]:
         """Return the buckets in the order in which they are reduced; none before they were rebuilt."""
@@ -121,6 +152,17 @@ class Buckets:
             found.append(Bucket(number, number == len(sizes) - 1, members))
             start += size
         return found
+
+
+def _first_layout(ddp: DistributedDataParallel) -> list[list[int]]:
+    """Return the layout of the buckets that DDP is built with, as the rebuilding of buckets would broadcast it."""
+    params, sparse = ddp._build_params_for_reducer()
+    limits, _ = ddp._bucket_config.compute_bucket_size_limits(
+        static_graph=ddp.static_graph, find_unused_parameters=ddp.find_unused_parameters
+    )
+    assigned, _ = dist._compute_bucket_assignment_by_size(params, limits, sparse)
+    buckets = list(reversed(assigned))
+    return [[*itertools.chain(*buckets), len(buckets)], [len(bucket) for bucket in buckets]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

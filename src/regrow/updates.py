@@ -7,7 +7,7 @@ in a thread of the group, as soon as the bucket's gradient has been reduced.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Updates:
         self._pending: list[torch.futures.Future[None]] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._versions: dict[int, int] = {}
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before each update by the user's ``optimizer.step()``."""
         for optimizer in registry.optimizers.values():
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
@@ -138,6 +140,7 @@ class Updates:
     # optimizer.step() called by the user -----------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.before_update()
         with self._lock:
             self._hide_early(optimizer)
             self._ledgers[id(optimizer)].before()

@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument(
         "--linger-at", type=int, default=-1, help="rank 0 hears of a loss between this step and the next"
     )
+    parser.add_argument("--linger-all", action="store_true", help="not only rank 0 does")
     parser.add_argument("--unwaited", action="store_true", help="end with collectives that nobody has waited for")
+    parser.add_argument("--idle-at", type=int, default=-1, help="no update in this step")
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--raise-rank", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
@@ -148,8 +150,9 @@ def main() -> None:
             if args.clip:
                 scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(opt)
-            scaler.update()
+            if step.index != args.idle_at:
+                scaler.step(opt)
+                scaler.update()
             scheduler.step()
             if ema is not None:
                 ema.update_parameters(model.module)
@@ -159,7 +162,7 @@ def main() -> None:
                 dist.all_reduce(mean)
                 losses[step.index] = mean.item()
         attempts.append((step.index, step.completed))
-        if step.index == args.linger_at and run.rank == 0:
+        if step.index == args.linger_at and (args.linger_all or run.rank == 0):
             deadline = time.monotonic() + 20
             while run._link.generation == run.generation and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -52,6 +52,8 @@ class Healer:
         self._buckets = buckets
         self._dead_after_s = dead_after_s
         self._left: Left | None = None
+        self._layouts: list[Any] = []
+        """The layouts of DDP's buckets at the start of the plan's step."""
         self.step: Step | None = Step(0)
         """Completed steps; ``None`` while this rank is a replacement that holds nothing."""
 
@@ -59,6 +61,19 @@ class Healer:
         """This is a replacement: it holds nothing but what its predecessor left."""
         self.step = None
         self._left = left
+
+    def capture(self) -> None:
+        """Take the state at the start of a step; a retry goes on from what was taken the first time."""
+        assert self.step is not None
+        if self._small.step != self.step:
+            self._small.capture(self.step)
+            for buckets in self._buckets:
+                buckets.start()
+
+    def settle_buckets(self) -> None:
+        """Let DDP's buckets be what they are to be in the next step, while this one can still be done again."""
+        for buckets in self._buckets:
+            buckets.settle()
 
     def join(self) -> None:
         """Join the newest generation; afterwards ``step`` says where to go on."""
@@ -97,7 +112,7 @@ class Healer:
         for param in self._registry.params:
             param.tensor.grad = None
         for buckets in self._buckets:
-            buckets.apply(buckets.layout)
+            buckets.abandon()
 
     # one generation --------------------------------------------------------------------------------------------------
 
@@ -109,9 +124,9 @@ class Healer:
         self._event("joined", generation=generation)
         testing.point("rejoin", self.step)
         envelopes = self._exchange(holding)
-        self._agree_on_buckets(envelopes)
         holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
         plan = make_plan(holdings)
+        self._layouts = _layouts(plan, holdings, envelopes)
         self._announce(plan, holdings, generation)
         self._carry_out(plan, holdings, generation)
         dist.barrier()
@@ -137,7 +152,7 @@ class Healer:
     def _exchange(self, holding: Holding) -> list[dict[str, Any]]:
         envelope = {
             "holding": holding.to_json(),
-            "buckets": [buckets.layout for buckets in self._buckets],
+            "buckets": [buckets.layout_at_start for buckets in self._buckets],
         }
         mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
         world = dist.get_world_size()
@@ -169,12 +184,6 @@ class Healer:
             state_bytes=self._registry.state_bytes(),
             checksum=self._registry.checksum() if self.step is not None and not self._updates.begun else None,
         )
-
-    def _agree_on_buckets(self, envelopes: list[dict[str, Any]]) -> None:
-        for number, buckets in enumerate(self._buckets):
-            known = [envelope["buckets"][number] for envelope in envelopes if envelope["buckets"][number] is not None]
-            if known and buckets.layout != known[0]:
-                buckets.apply(known[0])
 
     def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
         speaker = min(holding.rank for holding in holdings if not holding.fresh)
@@ -224,8 +233,7 @@ class Healer:
             self._updates.forget(copy.params)
         elif copy.staged:
             self._updates.complete()
-            self.step = copy.step
-            self._small.capture(copy.step)
+            self._arrived(copy.step)
 
     def _settle(self, action: Settle) -> None:
         match action.own:
@@ -242,9 +250,24 @@ class Healer:
 
     def _take_over(self, own: bytes, step: Step) -> None:
         self._small.load_own(own, cursor=True)
+        self._arrived(step)
+        self._left = None
+
+    def _arrived(self, step: Step) -> None:
+        """From now on this rank holds the state at the start of ``step``, its predecessor's or another rank's."""
+        for buckets, layout in zip(self._buckets, self._layouts, strict=True):
+            if buckets.layout_at_start != layout:
+                buckets.apply(layout)
         self._small.capture(step)
         self.step = step
-        self._left = None
 
     def _event(self, name: str, **fields: Any) -> None:
         self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
+
+
+def _layouts(plan: Plan, holdings: list[Holding], envelopes: list[dict[str, Any]]) -> list[Any]:
+    """Return the layouts of DDP's buckets that belong to the state at the start of the plan's step."""
+    for holding, envelope in zip(holdings, envelopes, strict=True):
+        if holding.step == plan.step:
+            return list(envelope["buckets"])
+    raise AssertionError("the plan's step is nobody's")

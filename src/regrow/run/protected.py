@@ -114,7 +114,7 @@ class ProtectedRun(Run):
         for_step = healer.step
         while True:
             # Before anything is healed: whoever has completed a step goes back to the start of the next one, if at all.
-            self._capture(healer)
+            healer.capture()
             if self._interrupted is not None or self._link.generation != self._fabric.generation:
                 self._heal(healer)
             assert healer.step is not None
@@ -161,6 +161,7 @@ class ProtectedRun(Run):
             buckets=buckets,
             dead_after_s=self._dead_after_s,
         )
+        self._updates.before_update = healer.settle_buckets
         if self._replacement:
             healer.arrive(self._slots.left())
             self._fabric.go_live()
@@ -170,18 +171,12 @@ class ProtectedRun(Run):
             self._waiting = False
         else:
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
-            self._small.capture(StepNumber(0))
+            healer.capture()
             size = sum(param.tensor.nbytes for param in self._registry.params)
             self._link.on_generation = self._sever
             self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
         return healer
-
-    def _capture(self, healer: Healer) -> None:
-        """Take the state at the start of a step; a retry goes on from what was taken the first time."""
-        assert self._small is not None and healer.step is not None
-        if self._small.step != healer.step:
-            self._small.capture(healer.step)
 
     def _sever(self, world: WorldView) -> None:
         """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
@@ -232,6 +227,13 @@ class ProtectedRun(Run):
     def leave(self, error: BaseException | None) -> bool:
         """The step's body ended: it is complete, or interrupted, or the user's own error goes on."""
         assert self._healer is not None and self._healer.step is not None and self._updates is not None
+        if error is None and not self._updates.begun:
+            try:
+                self._healer.settle_buckets()
+            except RuntimeError as lost:
+                if not self._is_peers_fault(lost):
+                    raise
+                error = lost
         self._in_step = False
         if error is None:
             self._updates.complete()

@@ -15,7 +15,7 @@ class StepOwner(Protocol):
         ...
 
     def leave(self, error: BaseException | None) -> bool:
-        """The step's body ended; whether the error, if any, is dealt with."""
+        """The step's body ended; whether it was interrupted and will be done again."""
         ...
 
 
@@ -77,5 +77,6 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.completed = kind is None
-        return self._owner.leave(error)
+        interrupted = self._owner.leave(error)
+        self.completed = kind is None and not interrupted
+        return interrupted
