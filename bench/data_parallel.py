@@ -305,9 +305,9 @@ def measure(workers: int, dice: random.Random, rounds: int) -> dict[str, Figure]
         found[name] = Figure(name, values, bound, holds)
         say(f"  {workers} workers  {found[name].line()}")
 
-    add("null_ratio", step_ratios(workers, rounds, 100, "--null"))
+    add("null_ratio", step_ratios(workers, rounds, 60, "--null"))
     add("step_time_ratio", step_ratios(workers, rounds, 250), "at most 1.02", lambda m: m <= 1.02)
-    fast = step_ratios(workers, rounds, 100, "--wait-free", "--inexact")
+    fast = step_ratios(workers, rounds, 60, "--wait-free", "--inexact")
     add("wait_free_ratio", fast, "below 1", lambda m: m < 1)
     add("wait_free_exact_ratio", step_ratios(workers, max(2, rounds // 2), 20, "--wait-free"))
     peaks, theirs = memory(workers, max(2, rounds // 2))

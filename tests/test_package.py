@@ -14,13 +14,14 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
     "wire": set(),
     "events": set(),
     "slots": {"ids"},
+    "lifeline": set(),
     "plan": {"ids", "errors"},
     "undo": {"errors", "optim"},
     "optim": set(),

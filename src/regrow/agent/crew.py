@@ -30,6 +30,7 @@ from regrow.agent.watch import Watch
 from regrow.agent.worker import Environment, Worker
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
+from regrow.lifeline import Observer, dying_by
 from regrow.slots import Slots
 from regrow.wire import Frame
 
@@ -37,6 +38,7 @@ _REFILL_AFTER_S = 5.0
 _REFILL_WHOLE_S = 2.0  # the first steps at full strength are part of the recovery: leave them the CPU
 _LAST_WORDS_S = 0.5
 _LAST_WORDS_OF_THE_KILLED_S = 0.05
+_LAST_WORDS_OF_THE_DOOMED_S = 0.002  # its socket closes much later; what it said before is there already
 _SUSPECT_HOLD_S = 0.2
 _AFTER_RAISING_S = 10.0
 _KILLED_S = 5.0
@@ -204,6 +206,7 @@ class Crew:
         worker.link, worker.pid = link, link.peer_pid
         worker.heard(time.monotonic())
         self._by_link[link] = worker
+        self._watch_lifeline(worker, head.get("lifeline"))
         if worker.rank is None:
             self._spares.arrived(worker)
             self._log.append("spare_ready", pid=worker.pid)
@@ -271,10 +274,38 @@ class Crew:
 
     # ------------------------------------------------------------------ how they end
 
+    def _watch_lifeline(self, worker: Worker, path: object) -> None:
+        # a worker that a wrapper script started is not the process whose end counts
+        if not isinstance(path, str) or worker.pid != worker.process.pid:
+            return
+        if Path(path).parent != self._server.path.parent:
+            return
+        loop = asyncio.get_running_loop()
+
+        def died() -> None:
+            with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
+                loop.call_soon_threadsafe(self._doomed, worker)
+
+        with contextlib.suppress(OSError):
+            worker.lifeline = Observer(Path(path), died)
+
+    def _doomed(self, worker: Worker) -> None:
+        """A worker's main thread has ended: if a signal did that, the rank is lost, whatever is still to be freed."""
+        t, process = time.time(), worker.process
+        if process.gone.is_set() or self._ending or worker.rank is None or self._workers.get(worker.rank) is not worker:
+            return
+        process.dying_of = dying_by(process.pid)
+        if process.dying_of is not None:
+            worker.doomed = True
+            process.kill()  # what it forked would hold its sockets open
+            self._spawn_task(self._ended(worker, t))
+
     def _exited(self, worker: Worker) -> None:
         t = time.time()
         self._alive.discard(worker)
-        if self._ending:
+        if worker.lifeline is not None:
+            worker.lifeline.stop()
+        if self._ending or worker.doomed:
             return
         if worker.rank is None:
             if self._spares.exited(worker):
@@ -291,7 +322,9 @@ class Crew:
 
     async def _ended(self, worker: Worker, t: float) -> None:
         """Report the end of a worker, after its last words: they are in the socket already."""
-        if worker.link is not None:
+        if worker.doomed:
+            await asyncio.sleep(_LAST_WORDS_OF_THE_DOOMED_S)
+        elif worker.link is not None:
             code = worker.process.returncode
             patience_s = _LAST_WORDS_S if code is not None and code >= 0 else _LAST_WORDS_OF_THE_KILLED_S
             with contextlib.suppress(TimeoutError):

@@ -64,6 +64,8 @@ class Process:
             )
         self.pid: int = self._popen.pid
         self.returncode: int | None = None
+        self.dying_of: int | None = None
+        """The signal that it is dying of, if that is known before it is gone."""
         self.gone = asyncio.Event()
         self._pidfd: int | None = os.pidfd_open(self.pid)
         loop = asyncio.get_running_loop()
@@ -76,6 +78,8 @@ class Process:
     def why(self) -> str:
         """How it ended, in words."""
         code = self.returncode
+        if code is None and self.dying_of is not None:
+            code = -self.dying_of
         if code is None:
             return "does not end"
         if code < 0:

@@ -15,6 +15,7 @@ from regrow.agent.logs import LogPaths
 from regrow.agent.options import RunOptions
 from regrow.agent.process import Process, cpu_and_state
 from regrow.agent.world import Raised
+from regrow.lifeline import Observer
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "ROLE_RANK", "REGROW_INCARNATION")
 
@@ -41,6 +42,9 @@ class Worker:
     raised: Raised | None = None
     raised_step: int | None = None
     killed_because: str = ""
+    lifeline: Observer | None = None
+    doomed: bool = False
+    """It is dying, and that was reported; its process takes down its memory and is not gone yet."""
     stopped: bool = False
     stopped_t: float | None = None
     cpu_ticks: int = -1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from regrow import testing, wire
+from regrow import lifeline, testing, wire
 from regrow.group import Fabric, Mode
 from regrow.ids import Generation
 from regrow.run.base import Run
@@ -58,6 +58,7 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             "role": "spare" if environment.spare else "worker",
             "pid": os.getpid(),
             "rank": environment.rank,
+            "lifeline": lifeline.hold(Path(agent).parent),
             "incarnation": environment.incarnation,
         },
     )
