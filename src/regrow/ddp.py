@@ -160,7 +160,7 @@ def _first_layout(ddp: DistributedDataParallel) -> list[list[int]]:
     limits, _ = ddp._bucket_config.compute_bucket_size_limits(
         static_graph=ddp.static_graph, find_unused_parameters=ddp.find_unused_parameters
     )
-    assigned, _ = dist._compute_bucket_assignment_by_size(params, limits, sparse)
+    assigned, _ = dist._compute_bucket_assignment_by_size(params, limits, sparse)  # type: ignore[attr-defined]
     buckets = list(reversed(assigned))
     return [[*itertools.chain(*buckets), len(buckets)], [len(bucket) for bucket in buckets]]
 
