@@ -102,9 +102,7 @@ def test_a_loss_that_is_heard_of_between_two_steps():
     job = run_job("--steps", "6", "--linger-at", "2", nproc=3, spares=1, faults=faults)
     assert job.code == 0, job.output
     assert job.digests() == expected.digests(), job.output
-    woken = {event["rank"]: event["error"] for event in job.events("woken")}
-    assert woken[0] is None
-    assert woken[2] is not None
+    assert [event["error"] for event in job.events("woken") if event["rank"] == 0] == [None]
 
 
 BETWEEN = [Fault(point="step_end", rank=1, step=0)]
