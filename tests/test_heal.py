@@ -169,6 +169,17 @@ def test_a_replacement_that_is_stopped_while_it_starts(tmp_path):
     assert "while it started" in job.output
 
 
+def test_options_of_ddp():
+    faults = [
+        Fault(point="in_backward", rank=2, step=0),
+        Fault(point="step_end", rank=1, step=1),
+        Fault(point="in_backward", rank=0, step=3, nth=2),
+        Fault(point="after_update", rank=1, step=5),
+    ]
+    options = ("gradient_as_bucket_view", "find_unused_parameters")
+    check("--steps", "8", "--depth", "6", "--ddp", *options, nproc=3, faults=faults, spares=2)
+
+
 def test_everything_a_script_may_protect():
     """Gradient accumulation, scaler, clipping, a moving average, and a collective after the update."""
     args = ("--steps", "9", "--accumulate", "2", "--scaler", "--clip", "--ema", "--tail", "--depth", "4")
@@ -256,6 +267,7 @@ def test_a_bug_is_not_a_fault():
         (2, ("--nothing",), "nothing is protected: call run.protect("),
         (2, ("--optimizer", "lbfgs"), "LBFGS"),
         (1, (), "a world of 1 worker has no replica"),
+        (2, ("--ddp", "static_graph"), "static_graph=True is not supported yet"),
         (2, ("--wait-free", "--clip"), "was changed after backward"),
         (2, ("--wait-free", "--accumulate", "2", "--sync-all"), "was reduced twice in one step"),
     ],

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--bucket-mb", type=float, default=0.02)
+    parser.add_argument("--ddp", nargs="*", default=[], help="options of DistributedDataParallel to switch on")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--sync-all", action="store_true", help="reduce in every backward, not in the last one only")
     parser.add_argument("--scaler", action="store_true")
@@ -102,7 +103,7 @@ def main() -> None:
     dist.barrier()
 
     inner = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)) if args.bare else net(args.width, args.depth)
-    model = DistributedDataParallel(inner, bucket_cap_mb=args.bucket_mb)
+    model = DistributedDataParallel(inner, bucket_cap_mb=args.bucket_mb, **dict.fromkeys(args.ddp, True))
     opt = optimizer_of(args.optimizer, list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=args.steps)
     loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=args.workers)

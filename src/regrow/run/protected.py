@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from regrow import testing, undo
 from regrow.ddp import Buckets, Reductions, find_ddp
@@ -84,11 +85,17 @@ class ProtectedRun(Run):
                     f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
                     "regrow protects data-parallel models (DistributedDataParallel); sharded ones are not supported yet"
                 )
-        if self._wait_free:
-            self._check_wait_free()
-
-    def _check_wait_free(self) -> None:
         wrapped = [ddp for module in self._registry.modules.values() for ddp in find_ddp(module)]
+        if any(ddp.static_graph for ddp in wrapped):
+            # its first backward has a collective more, which a replacement would wait for alone
+            raise ValueError(
+                "DistributedDataParallel with static_graph=True is not supported yet: leave it off "
+                "(find_unused_parameters and gradient_as_bucket_view may stay)"
+            )
+        if self._wait_free:
+            self._check_wait_free(wrapped)
+
+    def _check_wait_free(self, wrapped: list[DistributedDataParallel]) -> None:
         if not wrapped:
             raise ValueError("protect(wait_free=True) needs a DistributedDataParallel model and its optimizer")
         if any(ddp.find_unused_parameters for ddp in wrapped):
