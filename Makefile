@@ -20,8 +20,9 @@ check: setup
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
+# a file's tests stay together: they share undisturbed runs
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12
 
 test-all: setup
 	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q
