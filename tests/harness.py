@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -74,3 +75,23 @@ def run_job(
         report = json.loads(path.read_text())
         ranks[report["rank"]] = report
     return Job(process.returncode, output, ranks, log_dir)
+
+
+@functools.cache
+def undisturbed(*args: str, nproc: int) -> Job:
+    """Return the job in which nothing failed, run once for all tests of a process."""
+    job = run_job(*args, nproc=nproc)
+    assert job.code == 0, job.output
+    assert len(job.ranks) == nproc
+    return job
+
+
+def check(*args: str, nproc: int, faults: list[testing.Fault], deaths: int | None = None, **more) -> Job:
+    """Run a job with faults and compare its result with that of the undisturbed one."""
+    expected = undisturbed(*args, nproc=nproc)
+    job = run_job(*args, nproc=nproc, faults=faults, **more)
+    assert job.code == 0, job.output
+    assert job.digests() == expected.digests(), job.output
+    lost = job.events("worker_lost")
+    assert len(lost) == (len(faults) if deaths is None else deaths), job.output
+    return job
