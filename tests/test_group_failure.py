@@ -168,7 +168,7 @@ def _spin(member):
                 dist.broadcast(torch.ones(4), 1)
         member.hear("aborted")
         member.say("woke", time.monotonic())
-        buckets.apply(buckets.layout)
+        buckets.abandon()  # some may have rebuilt theirs, some not
         member.reconnect(generation)
 
 
