@@ -73,6 +73,14 @@ def test_torchruns_spelling(tmp_path):
     assert parse(tmp_path, "--no-python", "true", "a").command == ("true", "a")
 
 
+def test_a_scripts_own_flags_are_its_own(tmp_path):
+    """Also those that are the beginning of one or several of ours."""
+    own = ("--virtual", "2", "--n", "3", "--spares", "4")
+    options = parse(tmp_path, "--nproc-per-node", "2", SCRIPT, *own)
+    assert options.command == (sys.executable, "-u", SCRIPT, *own)
+    assert options.spares == 0
+
+
 def test_defaults_of_our_own(tmp_path):
     options = parse(tmp_path, SCRIPT)
     assert (options.max_restarts, options.node_rank, options.spares, options.grace_s) == (100, None, 0, 5.0)

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     """Return torchrun's parser extended by regrow's flags."""
     made = get_args_parser()
     made.prog = "regrow run"
+    made.allow_abbrev = False  # or a script's own --virtual would be refused as one of several of these
     made.usage = "regrow run [options] training_script [its arguments]"
     made.description = "Start a training script on this host; replace only the workers that die."
     made.set_defaults(**{name: value for name, value in _DEFAULTS.items() if f"PET_{name.upper()}" not in os.environ})
