@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,13 @@ def optimizer_of(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer
             return torch.optim.LBFGS(params)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
@@ -78,10 +86,10 @@ def main() -> None:
     parser.add_argument("--sever-at", type=int, default=-1, help="rank 0 loses its connections, nobody dies")
     parser.add_argument("--bare", action="store_true", help="no dropout, no batch norm, no loader")
     parser.add_argument("--tail", action="store_true", help="a collective after the update")
+    parser.add_argument("--meet-after", type=int, default=-1, help="all ranks wait until all have done this step")
     parser.add_argument(
-        "--linger-at", type=int, default=-1, help="rank 0 hears of a loss between this step and the next"
+        "--linger", type=int, nargs="*", default=[], help="ranks that hear of a loss when they have met"
     )
-    parser.add_argument("--linger-all", action="store_true", help="not only rank 0 does")
     parser.add_argument("--unwaited", action="store_true", help="end with collectives that nobody has waited for")
     parser.add_argument("--idle-at", type=int, default=-1, help="no update in this step")
     parser.add_argument("--raise-at", type=int, default=-1)
@@ -163,10 +171,12 @@ def main() -> None:
                 dist.all_reduce(mean)
                 losses[step.index] = mean.item()
         attempts.append((step.index, step.completed))
-        if step.index == args.linger_at and (args.linger_all or run.rank == 0):
-            deadline = time.monotonic() + 20
-            while run._link.generation == run.generation and time.monotonic() < deadline:
-                time.sleep(0.01)
+        if step.index == args.meet_after and not args.out.joinpath(f"met{run.rank}").exists():
+            args.out.mkdir(parents=True, exist_ok=True)
+            args.out.joinpath(f"met{run.rank}").touch()
+            wait_until(lambda: len(list(args.out.glob("met*"))) == run.world_size)
+            if run.rank in args.linger:
+                wait_until(lambda: run._link.generation != run.generation)
     objects = [model, opt, scheduler.state_dict(), *([ema] if ema is not None else []), {"rng": torch.get_rng_state()}]
     report = {
         "rank": run.rank,
