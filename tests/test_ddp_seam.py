@@ -92,6 +92,32 @@ def test_buckets_can_be_settled_after_backward_and_go_back_to_the_first(fabric, 
     assert buckets.layout == layout_of(ddp) == settled
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_buckets_that_were_taken_within_a_step_are_not_those_it_goes_back_to(fabric, view):
+    """Rank 0 may have seen the gradients in another order: its buckets count, but from the rebuilding on."""
+    ddp = wrapped(view)
+    buckets = Buckets(ddp, fabric)
+    first = layout_of(ddp)
+    buckets.start()
+    step(ddp)
+    buckets.settle()
+    assert buckets.layout is not None
+    gradients = [param.grad.clone() for param in ddp.parameters()]
+    others = [[*reversed(buckets.layout[0][:-1]), buckets.layout[0][-1]], buckets.layout[1]]
+    buckets.apply(others)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(ddp.parameters(), gradients, strict=True))
+    step(ddp)
+    assert buckets.layout == layout_of(ddp) == others
+    ddp.zero_grad()
+    buckets.abandon()
+    assert buckets.layout is None
+    assert layout_of(ddp) == first
+    buckets.apply(others)
+    buckets.start()
+    buckets.abandon()
+    assert buckets.layout == layout_of(ddp) == others
+
+
 def test_a_backward_that_leaves_parameters_out_is_ddps_to_tell(fabric):
     ddp = wrapped()
     buckets = Buckets(ddp, fabric)

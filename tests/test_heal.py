@@ -88,6 +88,12 @@ AROUND_REBUILDING = {
     "two-between": (("--wait-free",), (1,), [Fault(point="before_forward", rank=rank, step=1) for rank in (0, 2)]),
     # buckets are rebuilt in the middle of the step that must then begin with the first ones again
     "accumulating": (("--accumulate", "2", "--sync-all"), (), [Fault(point="in_backward", rank=2, step=0, nth=3)]),
+    # the same, and rank 1 had to take rank 0's buckets, since its own gradients come in another order
+    "orders-differ": (
+        ("--accumulate", "2", "--sync-all", "--fork"),
+        (),
+        [Fault(point="in_backward", rank=2, step=0, nth=3)],
+    ),
 }
 if os.environ.get("REGROW_TEST_ALL"):
     one = [Fault(point="before_forward", rank=1, step=1)]

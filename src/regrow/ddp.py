@@ -125,7 +125,10 @@ class Buckets:
         self.apply(self.layout_at_start)
 
     def apply(self, layout: list[list[int]] | None) -> None:
-        """Forget an interrupted backward and take the layout (``None``: buckets were not rebuilt yet)."""
+        """Forget an interrupted backward and take the layout (``None``: buckets were not rebuilt yet).
+
+        What the step goes back to when it is done again stays as it was: ``start`` says what that is.
+        """
         self.builds += 1
         self._ddp.reducer._reset_state()
         if layout is not None or self.layout is not None:
@@ -138,7 +141,7 @@ class Buckets:
             self._ddp.reducer._reset_state()  # the first buckets are there, and are yet to be rebuilt
             self._ddp._has_rebuilt_buckets = False
             self._hook = self._ddp.register_forward_pre_hook(self._before_forward)
-        self.layout = self.layout_at_start = layout
+        self.layout = layout
 
     def contents(self) -> list[Bucket]:
         """Return the buckets in the order in which they are reduced; none before they were rebuilt."""

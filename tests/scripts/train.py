@@ -39,8 +39,23 @@ class Noisy(Dataset):
         return self.x[index] + noise, self.y[index]
 
 
-def net(width: int, depth: int) -> nn.Module:
+class Fork(nn.Module):
+    """Two branches, taken in an order that depends on the rank: so do their gradients come."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in "ab"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        swapped = dist.get_rank() % 2
+        first = self.branches[swapped](x)
+        return first + self.branches[1 - swapped](x)
+
+
+def net(width: int, depth: int, forked: bool) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(16, width), nn.BatchNorm1d(width)]
+    if forked:
+        layers.append(Fork(width))
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*layers, nn.Linear(width, 4))
@@ -74,6 +89,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--fork", action="store_true", help="gradients come in another order on odd ranks")
     parser.add_argument("--bucket-mb", type=float, default=0.02)
     parser.add_argument("--ddp", nargs="*", default=[], help="options of DistributedDataParallel to switch on")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -110,7 +126,8 @@ def main() -> None:
     assert count.item() == run.world_size
     dist.barrier()
 
-    inner = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)) if args.bare else net(args.width, args.depth)
+    bare = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    inner = bare if args.bare else net(args.width, args.depth, args.fork)
     model = DistributedDataParallel(inner, bucket_cap_mb=args.bucket_mb, **dict.fromkeys(args.ddp, True))
     opt = optimizer_of(args.optimizer, list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=args.steps)

@@ -256,8 +256,9 @@ class Healer:
     def _arrived(self, step: Step) -> None:
         """From now on this rank holds the state at the start of ``step``, its predecessor's or another rank's."""
         for buckets, layout in zip(self._buckets, self._layouts, strict=True):
-            if buckets.layout_at_start != layout:
+            if buckets.layout != layout:
                 buckets.apply(layout)
+            buckets.start()
         self._small.capture(step)
         self.step = step
 
