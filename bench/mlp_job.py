@@ -141,7 +141,7 @@ def bandwidth(log: Log, rounds: int, megabytes: float) -> None:
 def main() -> None:
     """Do what the driver asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("compare", "train", "build", "bandwidth"))
+    parser.add_argument("what", choices=("compare", "train", "bandwidth"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--wait-free", action="store_true")
@@ -151,10 +151,6 @@ def main() -> None:
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--megabytes", type=float, default=120)
     args = parser.parse_args()
-    if args.what == "build":
-        # what any start must do before it can train: Python, torch, the script, the model, the optimizer
-        torch.optim.Adam(mlp().parameters(), lr=1e-4)
-        os._exit(0)
     torch.set_num_threads(1)
     run = regrow.init()
     log = Log(args.out, run.rank)

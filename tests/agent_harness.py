@@ -25,7 +25,7 @@ class Job:
         self.notes_dir = Path(notes or directory)
         self.logs = self.directory / "logs"
         self.returncode = None
-        command = ["run", "--log-dir", str(self.logs), "--dead-after", "0.6", *words]
+        command = ["run", "--log-dir", str(self.logs), "--dead-after", "0.6", "--start-method", "spawn", *words]
         command += [str(WORKER), str(self.notes_dir), json.dumps(plan or {})]
         for name in ("out", "err"):
             (self.directory / name).touch()

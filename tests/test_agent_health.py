@@ -7,7 +7,7 @@ import pytest
 
 from regrow.agent import hearing
 from regrow.agent.health import Limits, Verdict, Vitals, judge
-from regrow.agent.process import Process, cpu_and_state
+from regrow.agent.process import Process, cpu_and_state, executed
 from regrow.agent.watch import Watch
 from regrow.agent.worker import Worker
 from regrow.wire import Frame
@@ -51,7 +51,7 @@ def test_replacement_has_a_deadline_measured_by_the_first_setup():
     async def check():
         killed = []
         worker = Worker(rank=0, incarnation=1, replacement=True, attempt_t=1000.0)
-        worker.process = Process(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, lambda _: None)
+        worker.process = Process(executed(["sleep", "60"], {"PATH": "/usr/bin:/bin"}), lambda _: None)
         try:
             watch = Watch(LIMITS, lambda: [worker], lambda one, why: killed.append(why))
             watch.set_up_in(3.0)

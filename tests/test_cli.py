@@ -45,6 +45,7 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
         (["--run-path", SCRIPT], "--run-path is not supported"),
         (["--virtual-local-rank", SCRIPT], "--virtual-local-rank is not supported"),
         (["--signals-to-handle", "SIGUSR1", SCRIPT], "--signals-to-handle is not supported"),
+        (["--start-method", "fork", SCRIPT], "--start-method fork is not supported: forkserver and spawn are"),
         (["--log-dir", SCRIPT, SCRIPT], "is not a directory"),
         (["--nnodes", "2", "--rdzv-endpoint", "host:0", SCRIPT], "--rdzv-endpoint must be HOST:PORT"),
     ],

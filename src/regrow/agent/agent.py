@@ -58,11 +58,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, number)
         joining = loop.create_task(join(self._options, self._node_gone))
-        either: set[asyncio.Future[Any]] = {joining, self._end}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._end.done():
-            joining.cancel()
-            await asyncio.gather(joining, return_exceptions=True)
+        if not await self._unless_ended(joining):
             return self._end.result()
         self._site = joining.result()
         home = Home(self._site.run_id, self._site.node)
@@ -70,6 +66,16 @@ class Agent:
             return await self._run_joined(home)
         finally:
             home.close()
+
+    async def _unless_ended(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a part of the start; False, and no more of it, if the run ends meanwhile."""
+        either: set[asyncio.Future[Any]] = {task, self._end}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._end.done():
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
 
     async def _run_joined(self, home: Home) -> int:
         options, site = self._options, self._site
@@ -87,9 +93,11 @@ class Agent:
         )
         tasks: list[asyncio.Task[None]] = []
         try:
-            await self._crew.start()
-            for work in (self._follow_world(), self._apply_reports(), self._crew.watch.run()):
-                tasks.append(asyncio.create_task(self._guarded(work)))
+            starting = asyncio.create_task(self._crew.start())
+            if await self._unless_ended(starting):
+                starting.result()
+                for work in (self._follow_world(), self._apply_reports(), self._crew.watch.run()):
+                    tasks.append(asyncio.create_task(self._guarded(work)))
             return await self._end
         finally:
             if not self._over:

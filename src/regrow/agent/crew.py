@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.agent import kv
+from regrow.agent.forking import Nursery
 from regrow.agent.health import Limits
 from regrow.agent.hearing import ending, hear
 from regrow.agent.join import Site
@@ -22,7 +23,7 @@ from regrow.agent.link import Link, LinkServer, group_of
 from regrow.agent.logs import Logs
 from regrow.agent.membership import Event, Lost, Suspect
 from regrow.agent.options import RunOptions, StartError
-from regrow.agent.process import Process
+from regrow.agent.process import Process, executed
 from regrow.agent.spares import SparePool
 from regrow.agent.store import StoreLost
 from regrow.agent.told import assign_frame, world_frame
@@ -66,6 +67,9 @@ class Crew:
         self._logs = Logs(options, site.run_id, site.ranks[0])
         self._server = LinkServer(shared_dir / "agent.sock", options.token, self)
         self._env = Environment(options, site, self._server.path, shared_dir)
+        self._nursery: Nursery | None = None
+        if options.forked:
+            self._nursery = Nursery(options.command, self._env.complete(self._env.of_spare(0)), log.append)
         self._spares = SparePool(options.spares, self._start_spare, say)
         self._workers: dict[int, Worker] = {}
         self._by_link: dict[Link, Worker] = {}
@@ -80,8 +84,10 @@ class Crew:
         self._param_bytes = 0
 
     async def start(self) -> None:
-        """Listen for workers. They are started by the first world."""
+        """Listen for workers, and make ready to start them; the first world does."""
         await self._server.start()
+        if self._nursery is not None:
+            await self._nursery.start()
 
     # ------------------------------------------------------------------ what the world demands
 
@@ -178,8 +184,9 @@ class Crew:
 
     def _start(self, worker: Worker, env: dict[str, str], **streams: Any) -> None:
         command = self._options.command
+        launch = executed(command, env) if self._nursery is None else self._nursery.launch(command, env)
         try:
-            worker.process = Process(command, env, lambda _: self._exited(worker), **streams)
+            worker.process = Process(launch, lambda _: self._exited(worker), **streams)
         except OSError as error:
             raise StartError(f"cannot execute {command[0]}: {error.strerror}") from None
         self._alive.add(worker)
@@ -362,6 +369,8 @@ class Crew:
     async def end(self, hurry: asyncio.Event) -> None:
         """Ask all processes to end, then make them: SIGTERM, a grace that ``hurry`` cuts short, SIGKILL."""
         self._ending = True
+        if self._nursery is not None:
+            self._nursery.end()
         for worker in self._spares.workers:
             worker.process.kill()
         remaining = list(self._alive)

@@ -33,9 +33,8 @@ _REFUSED = {
     "duplicate_stderr_filters": "--duplicate-stderr-filters is not supported: use --tee",
     "signals_to_handle": "--signals-to-handle is not supported: SIGTERM, SIGINT and SIGHUP end the job",
     "event_log_handler": "--event-log-handler is not supported: read events.*.jsonl in --log-dir",
-    "start_method": "--start-method is not supported: workers are processes of their own",
 }
-_DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5}
+_DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5, "start_method": "forkserver"}
 _C10D_PORT = 29400
 _STATIC_PORT = 29500
 _SIOCGIFADDR = 0x8915
@@ -112,8 +111,11 @@ def _options(args: argparse.Namespace) -> RunOptions:
             Std.from_str(getattr(args, flag))
         except ValueError as error:
             raise ValueError(f"--{flag}: {error}") from None
+    if args.start_method == "fork":
+        raise ValueError("--start-method fork is not supported: forkserver and spawn are")
+    command = _command(args)
     options = RunOptions(
-        command=_command(args),
+        command=command,
         token=_token(args, nnodes),
         log_dir=Path(),
         nproc=nproc,
@@ -134,6 +136,8 @@ def _options(args: argparse.Namespace) -> RunOptions:
         host_addr=_host_addr(args),
         master_port=None if args.standalone else _master_port(args),
         faults=args.inject,
+        # another interpreter, or a program around it, is to be started for every worker
+        forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,
     )
     return replace(options, log_dir=_log_dir(args.log_dir))  # made last: nothing is left behind by a wrong command line
 

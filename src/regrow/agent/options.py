@@ -37,6 +37,8 @@ class RunOptions:
     host_addr: str | None = None
     master_port: int | None = None
     faults: str | None = None
+    forked: bool = False
+    """Whether workers are forked from a process that has imported PyTorch already."""
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

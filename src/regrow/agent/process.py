@@ -15,9 +15,50 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Started(Protocol):
+    """A process that runs, and is this one's child."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def wait(self) -> int:
+        """Reap it; return its exit code, or the negative number of the signal."""
+
+
+Launch = Callable[[int | None, int | None], Started]
+"""Starts a process in a session of its own, with these files for stdout and stderr, or with ours."""
+
+
+def executed(command: Sequence[str], env: Mapping[str, str], *, keep: tuple[int, ...] = ()) -> Launch:
+    """Return what starts a program; ``keep`` are file descriptors that it inherits."""
+    parent = os.getpid()
+    prctl = _libc.prctl
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the prctl: nobody would kill us any more
+            os._exit(1)
+
+    def start(stdout: int | None, stderr: int | None) -> Started:
+        return subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=before_exec,
+            pass_fds=keep,
+        )
+
+    return start
 
 
 class Process:
@@ -29,40 +70,31 @@ class Process:
 
     def __init__(
         self,
-        command: Sequence[str],
-        env: Mapping[str, str],
+        launch: Launch,
         on_exit: Callable[[Process], None],
         *,
         stdout: str = "",
         stderr: str = "",
         capture_stderr: bool = False,
     ) -> None:
-        parent = os.getpid()
-        prctl = _libc.prctl
-
-        def before_exec() -> None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before the prctl: nobody would kill us any more
-                os._exit(1)
-
         self.last_line = ""
         self.started_t = time.monotonic()
         self._on_exit = on_exit
+        self._stderr: BinaryIO | None = None
         with contextlib.ExitStack() as files:
-            out = files.enter_context(Path(stdout).open("ab")) if stdout else None
-            err: object = files.enter_context(Path(stderr).open("ab")) if stderr else None
+            out = files.enter_context(Path(stdout).open("ab")).fileno() if stdout else None
+            err = files.enter_context(Path(stderr).open("ab")).fileno() if stderr else None
             if capture_stderr:
-                err = subprocess.PIPE
-            self._popen = subprocess.Popen(
-                command,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,  # type: ignore[call-overload]
-                start_new_session=True,
-                preexec_fn=before_exec,
-            )
-        self.pid: int = self._popen.pid
+                reading, err = os.pipe()
+                files.callback(os.close, err)
+                self._stderr = os.fdopen(reading, "rb", 0)
+            try:
+                self._started = launch(out, err)
+            except BaseException:
+                if self._stderr is not None:
+                    self._stderr.close()
+                raise
+        self.pid: int = self._started.pid
         self.returncode: int | None = None
         self.dying_of: int | None = None
         """The signal that it is dying of, if that is known before it is gone."""
@@ -70,9 +102,9 @@ class Process:
         self._pidfd: int | None = os.pidfd_open(self.pid)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pidfd, self._exited)
-        if self._popen.stderr is not None:
-            os.set_blocking(self._popen.stderr.fileno(), False)
-            loop.add_reader(self._popen.stderr.fileno(), self._pass_stderr)
+        if self._stderr is not None:
+            os.set_blocking(self._stderr.fileno(), False)
+            loop.add_reader(self._stderr.fileno(), self._pass_stderr)
 
     @property
     def why(self) -> str:
@@ -109,7 +141,7 @@ class Process:
         # before it is reaped its pid cannot be reused, so the group that dies here is its own: a forked loader process
         # that lives on would hold its sockets open and hide the death from its peers
         self.kill()
-        self.returncode = self._popen.wait()
+        self.returncode = self._started.wait()
         self._pass_stderr()
         self._forget()
         self._on_exit(self)
@@ -124,7 +156,7 @@ class Process:
         self.gone.set()
 
     def _pass_stderr(self) -> None:
-        pipe = self._popen.stderr
+        pipe = self._stderr
         if pipe is None or pipe.closed:
             return
         try:
@@ -143,7 +175,7 @@ class Process:
             sys.stderr.buffer.flush()
 
     def _close_stderr(self) -> None:
-        pipe = self._popen.stderr
+        pipe = self._stderr
         if pipe is not None and not pipe.closed:
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             pipe.close()
