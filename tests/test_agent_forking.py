@@ -136,6 +136,15 @@ def test_a_template_with_threads_is_not_used(start, tmp_path):
     assert job.events("template_ready") == []
 
 
+def test_threads_that_know_of_forks_are_no_obstacle(start, monkeypatch):
+    """A single worker may use all cores: numpy's library makes its threads when it is loaded."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    job = start("--nproc-per-node", "1", plan={})
+    assert job.wait() == 0, job.err
+    assert job.events("template_unfit") == []
+    assert len(job.events("template_ready")) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_agent_ends(start, number):
     job = start("--nproc-per-node", "2", "--spares", "1", plan={"gate": True})

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from agent_harness import Job
+from harness import free_port
 
 TOKEN = {"REGROW_TOKEN": "a secret of both"}
 
@@ -31,9 +32,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def node(rank, port, nproc=1):

@@ -66,10 +66,13 @@ def test_two_at_once_and_the_first_rank():
         Fault(point="in_backward", rank=0, step=2),
         Fault(point="in_backward", rank=1, step=4),
         Fault(point="in_backward", rank=3, step=4),
+        # whichever comes first may end the step for the other; done again it has no early updates
         Fault(point="between_updates", rank=0, step=6),
         Fault(point="between_updates", rank=2, step=6),
+        Fault(point="between_updates", rank=0, step=9, nth=2),  # by then every survivor has updated something
     ]
-    job = check("--steps", "9", "--wait-free", "--depth", "6", nproc=4, faults=faults, spares=2)
+    deaths = range(len(faults) - 1, len(faults) + 1)
+    job = check("--steps", "11", "--wait-free", "--depth", "6", nproc=4, faults=faults, deaths=deaths, spares=2)
     assert "undo" in "".join(job.plans())
 
 

@@ -5,8 +5,8 @@ reads from a socket. A worker is what ``python script.py`` would have made of it
 own environment, arguments and streams, a ``__main__`` with nothing in it but the script. It is forked twice, so that it
 is the agent's child and not this process's: whatever happens here then, workers live on.
 
-Forking is safe as long as there is one thread. Importing PyTorch starts none; where something else does (a plugin that
-is loaded with it), this process says so and ends, and workers are started the long way.
+Forking is safe as long as there is one thread. Importing PyTorch starts none that would mind; where something else does
+(a plugin that is loaded with it), this process says so and ends, and workers are started the long way.
 """
 
 import sys
@@ -38,6 +38,7 @@ def main() -> None:
     """Load, say so, and fork whenever asked; in a worker, return when its script has ended."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     load()
+    _end_threads_that_know_of_forks()
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         send(connection, {"problem": f"importing torch started {threads - 1} threads"})
@@ -70,11 +71,21 @@ def load() -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    from regrow import init, state_digest  # noqa: F401
+    import regrow
 
+    for name in regrow.__all__:  # each is loaded when it is first asked for
+        getattr(regrow, name)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))])  # the first optimizer imports as much as torch itself
     gc.collect()
     gc.freeze()  # what is not looked at again stays shared between the workers
+
+
+def _end_threads_that_know_of_forks() -> None:
+    """Fork once for nothing: OpenBLAS, for one, ends its threads before a fork and starts them when they are needed."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 # the socket ----------------------------------------------------------------------------------------------------------
