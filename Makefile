@@ -25,7 +25,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12
 
 test-all: setup
-	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q
+	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q -n 2 --durations 12
 
 demo: setup
 	$(BIN)/python examples/demo.py
