@@ -1,6 +1,7 @@
 """Starts real agents with the torch-less worker, and makes sure that nothing of them is left."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -29,8 +30,10 @@ class Job:
         command += [str(WORKER), str(self.notes_dir), json.dumps(plan or {})]
         for name in ("out", "err"):
             (self.directory / name).touch()
+        gc.collect()  # or the child might collect a process group of an earlier test, whose threads it does not have
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()
             code = 99
             try:
                 for fd, name in ((1, "out"), (2, "err")):

@@ -148,7 +148,8 @@ def test_a_replacement_that_is_stopped_while_it_starts(tmp_path):
     thread.start()
     try:
         faults = [Fault(point="in_backward", rank=1, step=2)]
-        job = check("--steps", "5", nproc=2, faults=faults, deaths=2, flags=("--dead-after", "1"), log_dir=tmp_path)
+        flags = ("--dead-after", "1", "--start-method", "spawn")  # a forked one has started before it could be stopped
+        job = check("--steps", "5", nproc=2, faults=faults, deaths=2, flags=flags, log_dir=tmp_path)
     finally:
         done.set()
         thread.join()
