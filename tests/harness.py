@@ -12,8 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from regrow import events, testing
 
@@ -76,18 +79,27 @@ def run_job(
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        ask_where_they_stand(log_dir)
         os.killpg(process.pid, signal.SIGTERM)
         try:
             output, _ = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        raise AssertionError(f"the job did not end within {timeout_s} s\n{output[-6000:]}") from None
+        raise AssertionError(f"the job did not end within {timeout_s} s\n{output[-30000:]}") from None
     ranks = {}
     for path in out.glob("rank*.json"):
         report = json.loads(path.read_text())
         ranks[report["rank"]] = report
     return Job(process.returncode, output, ranks, log_dir)
+
+
+def ask_where_they_stand(log_dir: Path) -> None:
+    """Let the processes of a job print their stacks; those without a handler ignore this signal."""
+    for process in psutil.process_iter(["cmdline"]):
+        if str(log_dir) in str(process.info["cmdline"]):
+            process.send_signal(signal.SIGWINCH)
+            time.sleep(0.2)
 
 
 @functools.cache

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
+    faulthandler.register(signal.SIGWINCH)  # the harness asks where everyone stands when a job is late
     run = regrow.init()
     torch.manual_seed(100 + run.rank)
     random.seed(run.rank)

@@ -24,10 +24,14 @@ class Home:
         if not os.access(root, os.W_OK | os.X_OK):
             root = Path(tempfile.gettempdir())
         _sweep(root)
-        # the name is cut: a unix socket's path has 107 bytes
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id[:40]}-{node}-", dir=root))
-        self._lock = (self.path / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            # the name is cut: a unix socket's path has 107 bytes
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id[:40]}-{node}-", dir=root))
+            self._lock = (self.path / _LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            self._lock.close()  # another agent has swept it away before it was locked
 
     def close(self) -> None:
         """Remove it."""
