@@ -32,7 +32,7 @@ CASES = [
     (3, "adamw", "wait-free", 0),
     (4, "adam", "ddp", 1),
 ]
-if os.environ.get("REGROW_TEST_ALL"):  # every combination takes most of an hour: `make test-all`
+if os.environ.get("REGROW_TEST_ALL"):  # every combination takes half an hour: `make test-all`
     CASES = list(itertools.product((2, 3, 4), ("sgd", "adamw", "adam"), ("ddp", "wait-free"), (0, 1)))
 
 
