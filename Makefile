@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-all demo bench chaos format clean
+.PHONY: setup check test test-all demo demo-pipeline bench chaos format clean
 
 setup: $(READY)
 
@@ -29,6 +29,9 @@ test-all: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+demo-pipeline: setup
+	$(BIN)/python examples/demo.py --pipeline
 
 bench: setup
 	$(BIN)/python bench/data_parallel.py

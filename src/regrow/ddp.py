@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +57,8 @@ class Buckets:
         """What the rebuilding of buckets would broadcast from rank 0; ``None`` before it has happened."""
         self.layout_at_start: list[list[int]] | None = None
         """The layout when the step in progress began."""
+        self._syncs_at_start = bool(ddp.require_forward_param_sync)
+        """Whether DDP's first forward of the step in progress was to broadcast the buffers: not after ``no_sync()``."""
         self._hook = ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -84,8 +87,32 @@ class Buckets:
         self._agree()
 
     def start(self) -> None:
-        """A step begins: this is the layout to return to when it is done again."""
+        """A step begins: this is what to return to when it is done again."""
         self.layout_at_start = self.layout
+        self._syncs_at_start = bool(self._ddp.require_forward_param_sync)
+
+    def at_start(self) -> list[Any]:
+        """Return what whoever takes over the state at this step's start must ``take``, as JSON has it."""
+        return [self.layout_at_start, self._syncs_at_start]
+
+    @contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Let DDP's next forward be the one that it is now, though another one may be run within.
+
+        After a forward DDP waits for gradients: those of the next backward, which may be meant to stay here.
+        """
+        syncs = self._ddp.require_forward_param_sync
+        yield
+        self._ddp.require_forward_param_sync = syncs
+        self.apply(self.layout)
+
+    def take(self, given: list[Any]) -> None:
+        """Be as another rank, or an earlier process of this one, was at the start of a step."""
+        layout, syncs = given
+        if self.layout != layout:
+            self.apply(layout)
+        self._ddp.require_forward_param_sync = syncs
+        self.start()
 
     def _rebuild(self, seen: list[list[int]], given: list[list[int]] | None) -> bool:
         """Let the reducer rebuild without its peers, noting what it would send and answering with what is given."""
@@ -123,6 +150,7 @@ class Buckets:
     def abandon(self) -> None:
         """Forget an interrupted backward, and go back to the buckets with which the step began."""
         self.apply(self.layout_at_start)
+        self._ddp.require_forward_param_sync = self._syncs_at_start
 
     def apply(self, layout: list[list[int]] | None) -> None:
         """Forget an interrupted backward and take the layout (``None``: buckets were not rebuilt yet).

@@ -17,7 +17,9 @@ from regrow import events
 Event = dict[str, Any]
 
 _EARLY_S = 1.0
-_PHASES = ("severed", "replacement ready", "reconnected", "planned", "transferred", "resumed")
+_PHASES = ("severed", "replacement ready", "reconnected", "planned", "transferred", "resumed", "replayed")
+_OPTIONAL = frozenset({"replayed"})
+"""Phases that most failures do not have: only a stage of a pipeline without a replica is replayed."""
 _PHASE_OF = {
     "woken": "severed",
     "replacement_ready": "replacement ready",
@@ -25,6 +27,7 @@ _PHASE_OF = {
     "plan": "planned",
     "transferred": "transferred",
     "resumed": "resumed",
+    "replayed": "replayed",
 }
 
 
@@ -45,8 +48,9 @@ class Failure:
 
     @property
     def total_s(self) -> float | None:
-        """From being noticed until the last rank went on; None if that never came."""
-        return self.reached_s.get("resumed")
+        """From being noticed until the last rank went on, replays included; None if that never came."""
+        resumed = self.reached_s.get("resumed")
+        return None if resumed is None else max(resumed, self.reached_s.get("replayed", 0.0))
 
 
 def failures(run: Iterable[Event]) -> list[Failure]:
@@ -72,6 +76,7 @@ def _failure(run: list[Event], index: int) -> Failure:
         if early and float(event["t"]) > noticed_t - _EARLY_S:
             reached["severed"] = max(reached.get("severed", 0.0), float(event["t"]) - noticed_t)
     moved = [event for event in mine if event["event"] == "transferred"]
+    replayed = [event for event in mine if event["event"] == "replayed"]
     who = []
     for loss in lost:
         last = [event for event in run if event["event"] == "worker_lost" and event.get("rank") == loss["rank"]]
@@ -86,7 +91,7 @@ def _failure(run: list[Event], index: int) -> Failure:
         who=tuple(who),
         reason=str(start.get("reason", "")),
         plan=tuple(map(str, plan.get("lines", ()))),
-        bytes_in=sum(int(event.get("bytes_in") or 0) for event in moved),
+        bytes_in=sum(int(event.get("bytes_in") or 0) for event in (*moved, *replayed)),
         transfer_s=max([float(event.get("seconds") or 0.0) for event in moved], default=0.0),
         reached_s=reached,
         step=max(steps, default=None),
@@ -146,6 +151,8 @@ def _block(failure: Failure) -> list[str]:
     before = 0.0
     for phase in _PHASES:
         at = failure.reached_s.get(phase)
+        if at is None and phase in _OPTIONAL:
+            continue
         if at is None:
             lines.append(f"  {phase:18} -")
             continue

@@ -71,6 +71,21 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--token-file", "--token_file", metavar="FILE", help="File with the run's secret (instead of REGROW_TOKEN)."
     )
+    ours.add_argument(
+        "--failure-domain",
+        "--failure_domain",
+        default="host",
+        metavar="WHAT",
+        help="What fails together: host, rank, or groups of ranks like 0-1,2-3. Pipelines journal what leaves it.",
+    )
+    ours.add_argument(
+        "--journal-memory",
+        "--journal_memory",
+        type=int,
+        default=256,
+        metavar="MB",
+        help="Memory of each rank's journal; what does not fit goes to the log directory's disk.",
+    )
     ours.add_argument("--inject", metavar="SPEC", help="Faults to inject, for tests (becomes REGROW_FAULTS).")
     return made
 
@@ -136,6 +151,8 @@ def _options(args: argparse.Namespace) -> RunOptions:
         host_addr=_host_addr(args),
         master_port=None if args.standalone else _master_port(args),
         faults=args.inject,
+        failure_domain=args.failure_domain,
+        journal_mb=args.journal_memory,
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,
     )

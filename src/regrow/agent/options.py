@@ -37,6 +37,8 @@ class RunOptions:
     host_addr: str | None = None
     master_port: int | None = None
     faults: str | None = None
+    failure_domain: str = "host"
+    journal_mb: int = 256
     forked: bool = False
     """Whether workers are forked from a process that has imported PyTorch already."""
 
@@ -56,6 +58,12 @@ class RunOptions:
                 raise ValueError(f"{flag} must be a positive number of seconds, got {seconds}")
         if self.stuck_after_s < self.dead_after_s:
             raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
+        if self.journal_mb < 1:
+            raise ValueError(f"--journal-memory must be at least 1 MB, got {self.journal_mb}")
+        if not re.fullmatch(r"host|rank|\d+(-\d+)?(,\d+(-\d+)?)*", self.failure_domain):
+            raise ValueError(
+                f"--failure-domain must be host, rank, or groups of ranks like 0-1,2,3-5; got {self.failure_domain!r}"
+            )
         if not (math.isfinite(self.join_timeout_s) and self.join_timeout_s > 0):
             raise ValueError(f"join_timeout must be a positive number of seconds, got {self.join_timeout_s}")
         if self.run_id and not re.fullmatch(r"[\w.:@+-]{1,100}", self.run_id):

@@ -122,6 +122,9 @@ class Environment:
             "REGROW_AGENT": str(socket_path),
             "REGROW_TOKEN": options.token,
             "REGROW_RUN_ID": site.run_id,
+            "REGROW_FAILURE_DOMAIN": options.failure_domain,
+            "REGROW_JOURNAL_MB": str(options.journal_mb),
+            "REGROW_SCRATCH": str(options.log_dir / "scratch"),
         }
         if options.nproc > 1:
             self._common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

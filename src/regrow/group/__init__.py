@@ -2,6 +2,7 @@
 
 from regrow.group.fabric import Fabric, Mode
 from regrow.group.healing import HealingGroup
-from regrow.group.record import Recorder
+from regrow.group.record import Recorder, outputs_of
+from regrow.group.work import RecordedWork, ReplayedWork
 
-__all__ = ["Fabric", "HealingGroup", "Mode", "Recorder"]
+__all__ = ["Fabric", "HealingGroup", "Mode", "RecordedWork", "Recorder", "ReplayedWork", "outputs_of"]

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,16 @@ class Mode(enum.Enum):
     LIVE = "live"
     RECORDING = "recording"  # the first set-up: live, and results are recorded
     REPLAYING = "replaying"  # a replacement's set-up: no peers, answers come from the record
+
+
+class Transport(Protocol):
+    """Stands between the script and the groups while it is engaged."""
+
+    def take(self, group: HealingGroup, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer an operation, or return ``None``: then it is issued."""
+
+    def issued(self, group: HealingGroup, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], work: Any) -> Any:
+        """An operation was issued: return the handle that its caller gets."""
 
 
 class Fabric:
@@ -80,6 +90,7 @@ class Fabric:
         self._aborted: str | None = None
         self._local = threading.local()
         self._tapped = 0
+        self._transport: Transport | None = None
         self._setup: Recorder | Replayer | None = None
         if mode is Mode.RECORDING:
             self._setup = Recorder(record_limit)
@@ -224,8 +235,13 @@ class Fabric:
         self.ops_issued += 1
         call = getattr(inner, name)
         if tap is None:
+            transport = self._transport
+            answer = transport.take(group, name, args, kwargs) if transport is not None else None
+            if answer is not None:
+                return answer
             self.last_work = work = call(*args, **kwargs)
-            return group.handle(name, work)
+            handle = group.handle(name, work)
+            return handle if transport is None else transport.issued(group, name, args, kwargs, handle)
         outputs = outputs_of(name, args, kwargs)
         try:
             self.last_work = live = call(*args, **kwargs)
@@ -304,9 +320,16 @@ class Fabric:
                 self._tapped -= 1
                 self._settle()
 
+    def engage(self, transport: Transport | None) -> None:
+        """Let operations, other than a set-up's, go through a transport; ``None``: straight to the groups again."""
+        with self._lock:
+            self._transport = transport
+            self._settle()
+
     def _settle(self) -> None:
         """Work out anew whether operations may take the short way. Called with the lock held."""
-        self.plain = self.mode is Mode.LIVE and self._aborted is None and self._tapped == 0
+        untouched = self._tapped == 0 and self._transport is None
+        self.plain = self.mode is Mode.LIVE and self._aborted is None and untouched
 
     # -- the end
 

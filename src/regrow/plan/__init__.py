@@ -1,8 +1,8 @@
 """Choosing a recovery: holdings in, a plan with its reasons out. Pure."""
 
-from regrow.plan.actions import Action, Copy, Own, Plan, Settle, Undo
+from regrow.plan.actions import Action, Copy, Load, Own, Plan, Replay, Settle, Undo
 from regrow.plan.holdings import Holding
-from regrow.plan.planner import make_plan
 from regrow.plan.ranges import Indices
+from regrow.plan.stages import make_plan
 
-__all__ = ["Action", "Copy", "Holding", "Indices", "Own", "Plan", "Settle", "Undo", "make_plan"]
+__all__ = ["Action", "Copy", "Holding", "Indices", "Load", "Own", "Plan", "Replay", "Settle", "Undo", "make_plan"]

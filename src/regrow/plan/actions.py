@@ -23,6 +23,7 @@ class Own(StrEnum):
     CURRENT = "as it stands after the finished step"
     PREDECESSOR = "left by the predecessor at the step's start"
     PREDECESSOR_LIVE = "left by the predecessor before its last collective"
+    CHECKPOINT = "from the checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,34 @@ class Settle:
         return f"settle   {name_ranks(ranks)}: step {self.step}, own random state and buffers {self.own.value}"
 
 
-Action = Undo | Copy | Settle
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """``rank`` takes its own checkpoint of the start of ``step`` from storage."""
+
+    rank: Rank
+    step: Step
+
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        return f"load     {name_ranks(ranks)}: the checkpoint of step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """``rank`` does steps ``first`` to ``last`` again; what ``sources`` sent it then comes out of their journals."""
+
+    rank: Rank
+    first: Step
+    last: Step
+    sources: tuple[Rank, ...]
+
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        span = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        return f"replay   {name_ranks(ranks)}: {span} from the journals of {name_ranks(self.sources)}"
+
+
+Action = Undo | Copy | Load | Replay | Settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +112,12 @@ class Plan:
     reason: str
     actions: tuple[Action, ...]
     warnings: tuple[str, ...] = ()
+    positions: tuple[Step, ...] = ()
+    """Where each rank goes on, if that differs: those behind replay what those ahead have sent them."""
+
+    def position(self, rank: Rank) -> Step:
+        """Return the step at which a rank goes on."""
+        return self.positions[rank] if self.positions else self.step
 
     @property
     def used_arithmetic_undo(self) -> bool:

@@ -42,6 +42,18 @@ class Holding:
     """Size of the parameters and optimizer state."""
     checksum: int | None = None
     """Over the parameters, if this rank has updated none of them in the interrupted step."""
+    stage: int | None = None
+    """Ranks of the same stage are replicas of each other; ``None``: all ranks are."""
+    domain: str = ""
+    """What fails together with this rank; what it sends out of there is journaled until a checkpoint is committed."""
+    checkpoints: tuple[Step, ...] = ()
+    """Steps at whose start this rank's state lies whole on its storage."""
+    journal_from: Step | None = None
+    """Its journal has what it sent out of its domain in all steps from this one on; ``None``: it has no journal."""
+    recent_from: Step | None = None
+    """The same for what it sent within its domain, which is kept for a moment only."""
+    damaged: tuple[tuple[Rank, Step], ...] = ()
+    """Ranks whose journal was found damaged by this one, and the step of the record."""
 
     @property
     def fresh(self) -> bool:
@@ -64,6 +76,12 @@ class Holding:
             "live_step": self.live_step,
             "state_bytes": self.state_bytes,
             "checksum": self.checksum,
+            "stage": self.stage,
+            "domain": self.domain,
+            "checkpoints": list(self.checkpoints),
+            "journal_from": self.journal_from,
+            "recent_from": self.recent_from,
+            "damaged": [list(pair) for pair in self.damaged],
         }
 
     @classmethod
@@ -83,4 +101,10 @@ class Holding:
             live_step=None if value["live_step"] is None else Step(value["live_step"]),
             state_bytes=value["state_bytes"],
             checksum=value["checksum"],
+            stage=value["stage"],
+            domain=value["domain"],
+            checkpoints=tuple(Step(step) for step in value["checkpoints"]),
+            journal_from=None if value["journal_from"] is None else Step(value["journal_from"]),
+            recent_from=None if value["recent_from"] is None else Step(value["recent_from"]),
+            damaged=tuple((Rank(rank), Step(step)) for rank, step in value["damaged"]),
         )

@@ -16,8 +16,8 @@ from regrow.plan.holdings import Holding
 from regrow.plan.ranges import Indices
 
 
-def make_plan(holdings: Sequence[Holding]) -> Plan:
-    """Return the plan for these holdings, one per rank of the world.
+def plan_replicas(holdings: Sequence[Holding]) -> Plan:
+    """Return the plan for these holdings, one per rank of a world in which all ranks are replicas of each other.
 
     Raises:
         Unrecoverable: nothing that still exists can bring the ranks to one step.
@@ -27,8 +27,8 @@ def make_plan(holdings: Sequence[Holding]) -> Plan:
     survivors = [holding for holding in ranks if not holding.fresh]
     if not survivors:
         raise Unrecoverable("every rank is a replacement: no one holds the training state any more")
-    _check_same_layout(ranks)
-    _check_replicas(survivors)
+    check_same_layout(ranks)
+    check_replicas(survivors)
     steps = sorted({holding.step for holding in survivors if holding.step is not None})
     oldest, newest = steps[0], steps[-1]
     if newest > oldest + 1:
@@ -40,7 +40,8 @@ def make_plan(holdings: Sequence[Holding]) -> Plan:
     return _retry(ranks, survivors, newest)
 
 
-def _check_same_layout(ranks: Sequence[Holding]) -> None:
+def check_same_layout(ranks: Sequence[Holding]) -> None:
+    """Refuse replicas that have different parameters."""
     first = ranks[0]
     for other in ranks[1:]:
         if (other.params, other.layout) != (first.params, first.layout):
@@ -51,7 +52,8 @@ def _check_same_layout(ranks: Sequence[Holding]) -> None:
             )
 
 
-def _check_replicas(survivors: Sequence[Holding]) -> None:
+def check_replicas(survivors: Sequence[Holding]) -> None:
+    """Refuse replicas that stand at the same step with different parameters."""
     seen: dict[Step, Holding] = {}
     for holding in survivors:
         if holding.step is None or holding.checksum is None:
@@ -94,7 +96,7 @@ def _settle(ranks: Sequence[Holding], step: Step) -> tuple[list[Action], tuple[s
     warnings: list[str] = []
     steady = all(holding.steady for holding in ranks if holding.step == step)
     for holding in ranks:
-        own = _own_at(holding, step)
+        own = own_at(holding, step)
         if own in (Own.CURRENT, Own.PREDECESSOR_LIVE) and not steady:
             warnings.append(
                 f"rank {holding.rank}: the script draws random numbers or writes buffers after a step's last "
@@ -104,7 +106,8 @@ def _settle(ranks: Sequence[Holding], step: Step) -> tuple[list[Action], tuple[s
     return actions, tuple(warnings)
 
 
-def _own_at(holding: Holding, step: Step) -> Own:
+def own_at(holding: Holding, step: Step) -> Own:
+    """Say where a rank's own small state at the start of ``step`` comes from."""
     if not holding.fresh:
         return Own.CAPTURED if holding.step == step else Own.CURRENT
     if step in holding.own_steps:

@@ -17,6 +17,7 @@ from regrow.run.environment import Environment, read_environment
 from regrow.run.link import Link
 from regrow.run.plain import init_plain
 from regrow.run.protected import ProtectedRun
+from regrow.run.stages import Place
 from regrow.run.step import Step
 from regrow.run.store import AgentStore
 from regrow.run.warm import warm_up
@@ -92,6 +93,14 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
         replacement=replacement,
         small_state_path=Path(head["small_state_path"]),
         dead_after_s=float(head["dead_after_s"]),
+        place=Place(
+            host_addr=head["host_addr"],
+            token=environment.token,
+            node=environment.node,
+            failure_domain=environment.failure_domain,
+            scratch=Path(environment.scratch),
+            journal_bytes=environment.journal_mb << 20,
+        ),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)
     if replacement:

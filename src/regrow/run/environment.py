@@ -19,6 +19,13 @@ class Environment:
     incarnation: int
     param_bytes: int
     """Size of the model that a spare should get ready for; 0 if not known."""
+    failure_domain: str
+    """What fails together: ``host``, ``rank``, or groups of ranks."""
+    scratch: str
+    """A directory on this host's disk for what memory does not hold."""
+    journal_mb: int
+    """How much memory a rank's journal may take."""
+    node: int
     torchrun: bool
     """Whether rank and world size are there, so that a process group can be made without an agent."""
 
@@ -33,5 +40,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         rank=None if rank is None else int(rank),
         incarnation=int(environ.get("REGROW_INCARNATION", "0")),
         param_bytes=int(environ.get("REGROW_PARAM_BYTES", "0")),
+        failure_domain=environ.get("REGROW_FAILURE_DOMAIN", "host"),
+        scratch=environ.get("REGROW_SCRATCH", "."),
+        journal_mb=int(environ.get("REGROW_JOURNAL_MB", "256")),
+        node=int(environ.get("GROUP_RANK", "0")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )

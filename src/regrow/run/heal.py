@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ from regrow.ddp import Buckets
 from regrow.errors import PeerLost, Superseded, Unrecoverable
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank, Step
-from regrow.plan import Copy, Holding, Own, Plan, Settle, Undo, make_plan
+from regrow.plan import Copy, Holding, Load, Own, Plan, Settle, Undo, make_plan
 from regrow.run.flow import Flow
 from regrow.run.link import Link
+from regrow.run.stages import Stages
 from regrow.slots import Left
+from regrow.state import checkpoint
 from regrow.state.registry import Registry
 from regrow.state.small import SmallState
 from regrow.updates import Updates
@@ -41,6 +45,7 @@ class Healer:
         small: SmallState,
         updates: Updates,
         buckets: list[Buckets],
+        stages: Stages | None,
         dead_after_s: float,
     ) -> None:
         self._rank = rank
@@ -50,6 +55,9 @@ class Healer:
         self._small = small
         self._updates = updates
         self._buckets = buckets
+        self._stages = stages
+        self.moved = False
+        """Whether a plan has put this rank elsewhere than it was, perhaps to another try of the same step's number."""
         self._dead_after_s = dead_after_s
         self._left: Left | None = None
         self._layouts: list[Any] = []
@@ -69,6 +77,20 @@ class Healer:
             self._small.capture(self.step)
             for buckets in self._buckets:
                 buckets.start()
+
+    def small_part(self) -> checkpoint.Small:
+        """Return what ``capture`` took, for a checkpoint."""
+        own, shared, large = self._small.captured()
+        return checkpoint.Small(own, shared, large, [buckets.at_start() for buckets in self._buckets])
+
+    @contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Take away the traces that running the model within leaves in buffers, random numbers and DDP."""
+        with ExitStack() as stack:
+            stack.enter_context(self._small.preserving())
+            for buckets in self._buckets:
+                stack.enter_context(buckets.preserving())
+            yield
 
     def settle_buckets(self) -> None:
         """Let DDP's buckets be what they are to be in the next step, while this one can still be done again."""
@@ -113,6 +135,8 @@ class Healer:
             param.tensor.grad = None
         for buckets in self._buckets:
             buckets.abandon()
+        if self._stages is not None:
+            self._stages.abandon()
 
     # one generation --------------------------------------------------------------------------------------------------
 
@@ -126,9 +150,11 @@ class Healer:
         envelopes = self._exchange(holding)
         holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
         plan = make_plan(holdings)
-        self._layouts = _layouts(plan, holdings, envelopes)
+        self._layouts = _layouts(plan, holdings, envelopes, self._rank)
         self._announce(plan, holdings, generation)
         self._carry_out(plan, holdings, generation)
+        if self._stages is not None:
+            self._stages.resume(generation, plan.positions, envelopes)
         dist.barrier()
         if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
@@ -152,7 +178,8 @@ class Healer:
     def _exchange(self, holding: Holding) -> list[dict[str, Any]]:
         envelope = {
             "holding": holding.to_json(),
-            "buckets": [buckets.layout_at_start for buckets in self._buckets],
+            "buckets": [buckets.at_start() for buckets in self._buckets],
+            **(self._stages.envelope() if self._stages is not None else {}),
         }
         mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
         world = dist.get_world_size()
@@ -183,6 +210,7 @@ class Healer:
             live_step=left.live[0] if left is not None and left.live is not None else None,
             state_bytes=self._registry.state_bytes(),
             checksum=self._registry.checksum() if self.step is not None and not self._updates.begun else None,
+            **(self._stages.holding() if self._stages is not None else {}),
         )
 
     def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
@@ -204,6 +232,8 @@ class Healer:
         for action in mine:
             if isinstance(action, Undo):
                 self._updates.undo(action.params)
+            elif isinstance(action, Load):
+                self._load(action.step)
         testing.point("before_transfer", plan.step)
         settle = next(action for action in mine if isinstance(action, Settle))
         if self._rank not in fresh:
@@ -227,6 +257,18 @@ class Healer:
             seconds=time.monotonic() - began,
         )
 
+    def _load(self, step: Step) -> None:
+        """Go back to this rank's own checkpoint: all of its state is then that of the step's start."""
+        assert self._stages is not None
+        self._updates.complete()  # whatever the interrupted step has done is overwritten
+        saved = self._stages.load(step)
+        self._small.load_shared(saved.small.shared, saved.small.large)
+        self._small.load_own(saved.small.own, cursor=True)
+        self._layouts = saved.small.layouts
+        self._left = None
+        self._arrived(step)
+        self.moved = True
+
     def _received(self, copy: Copy) -> None:
         """A copy to this rank is in place: from now on that is what it holds."""
         if copy.params is not None:
@@ -239,7 +281,7 @@ class Healer:
         match action.own:
             case Own.CAPTURED:
                 self._small.restore()
-            case Own.CURRENT:
+            case Own.CURRENT | Own.CHECKPOINT:
                 pass  # captured when the copy was put in place
             case Own.PREDECESSOR:
                 assert self._left is not None
@@ -256,9 +298,7 @@ class Healer:
     def _arrived(self, step: Step) -> None:
         """From now on this rank holds the state at the start of ``step``, its predecessor's or another rank's."""
         for buckets, layout in zip(self._buckets, self._layouts, strict=True):
-            if buckets.layout != layout:
-                buckets.apply(layout)
-            buckets.start()
+            buckets.take(layout)
         self._small.capture(step)
         self.step = step
 
@@ -266,9 +306,13 @@ class Healer:
         self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
 
 
-def _layouts(plan: Plan, holdings: list[Holding], envelopes: list[dict[str, Any]]) -> list[Any]:
-    """Return the layouts of DDP's buckets that belong to the state at the start of the plan's step."""
+def _layouts(plan: Plan, holdings: list[Holding], envelopes: list[dict[str, Any]], rank: Rank) -> list[Any]:
+    """Return the layouts of DDP's buckets that belong to the state at which this rank goes on.
+
+    They are those of a replica that is there. None is if it goes on from a checkpoint, which has them, too.
+    """
+    step, stage = plan.position(rank), holdings[rank].stage
     for holding, envelope in zip(holdings, envelopes, strict=True):
-        if holding.step == plan.step:
+        if holding.step == step and holding.stage == stage:
             return list(envelope["buckets"])
-    raise AssertionError("the plan's step is nobody's")
+    return []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from regrow.run.base import Run
+from regrow.run.roles import Roles
 from regrow.run.step import Step
 
 
@@ -20,6 +21,8 @@ class PlainRun(Run):
     def steps(self, count: int) -> Iterator[Step]:
         """Yield the steps 0 to ``count`` - 1."""
         self._started = True
+        if self._stage is not None:
+            self._bind(Roles.exchange(self._stage, ""))
         batches = self._batches()
         for index in range(count):
             yield Step(self, index, batches)

@@ -23,6 +23,8 @@ from regrow.run import warm
 from regrow.run.base import Run
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
+from regrow.run.roles import Roles
+from regrow.run.stages import Place, Stages
 from regrow.run.step import Step
 from regrow.slots import Slots
 from regrow.state.small import SmallState
@@ -44,8 +46,11 @@ class ProtectedRun(Run):
         replacement: bool,
         small_state_path: Path,
         dead_after_s: float,
+        place: Place,
     ) -> None:
         super().__init__(rank, world_size)
+        self._place = place
+        self._stages: Stages | None = None
         self._link = link
         self._fabric = fabric
         self._replacement = replacement
@@ -94,6 +99,10 @@ class ProtectedRun(Run):
             )
         if self._wait_free:
             self._check_wait_free(wrapped)
+            if self._stage is not None:
+                raise ValueError(
+                    "protect(wait_free=True) is not supported together with stage= yet: use one or the other"
+                )
 
     def _check_wait_free(self, wrapped: list[DistributedDataParallel]) -> None:
         if not wrapped:
@@ -125,13 +134,17 @@ class ProtectedRun(Run):
             if self._interrupted is not None or self._link.generation != self._fabric.generation:
                 self._heal(healer)
             assert healer.step is not None
-            if healer.step != for_step:
+            if healer.step != for_step or healer.moved:
                 batches.next_step()
-                for_step, self._attempt = healer.step, 0
+                for_step, self._attempt, healer.moved = healer.step, 0, False
             if healer.step >= count:
                 if self._finish(healer):
                     self._fabric.before_collective = None
+                    if self._stages is not None:
+                        self._stages.close()
                     return
+                continue
+            if self._stages is not None and not self._begin(self._stages, healer):
                 continue
             self._updates.begin(healer.step)
             step = Step(self, healer.step, batches, attempt=self._attempt)
@@ -139,6 +152,17 @@ class ProtectedRun(Run):
             yield step
             if not step.entered:
                 raise ValueError("the loop's body must be in `with step:`, or regrow cannot tell when a step is done")
+
+    def _begin(self, stages: Stages, healer: Healer) -> bool:
+        """A step of a pipeline begins; whether all that its replay needs is there."""
+        assert healer.step is not None and self._small is not None
+        stages.at_start(healer.step, healer.small_part())
+        try:
+            stages.transport.begin(healer.step)
+        except PeerLost as lost:
+            self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
+            return False
+        return True
 
     def _start(self) -> Healer:
         if self._started:
@@ -148,7 +172,23 @@ class ProtectedRun(Run):
                 "nothing is protected: call run.protect(model=model, optimizer=optimizer) before run.steps()"
             )
         self._started = True
+        roles = Roles.exchange(self._stage, self._place.domain(self.rank))
+        self._bind(roles)
         self._small = SmallState(self._registry, self._slots, self._loader)
+        if self._stage is not None:
+            self._stages = Stages(
+                rank=Rank(self.rank),
+                roles=roles,
+                place=self._place,
+                link=self._link,
+                fabric=self._fabric,
+                registry=self._registry,
+                preserving=lambda: healer.preserving(),
+                schedules=self._schedules,
+                checkpoint_dir=self._checkpoint_dir,
+                checkpoint_every=self._checkpoint_every,
+                replacement=self._replacement,
+            )
         self._updates = Updates(self._registry, exact=self._exact)
         if self._wait_free:
             self._updates.expect_early_updates()
@@ -166,6 +206,7 @@ class ProtectedRun(Run):
             small=self._small,
             updates=self._updates,
             buckets=buckets,
+            stages=self._stages,
             dead_after_s=self._dead_after_s,
         )
         self._updates.before_update = healer.settle_buckets
@@ -179,6 +220,8 @@ class ProtectedRun(Run):
         else:
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
             healer.capture()
+            if self._stages is not None:
+                self._stages.first(healer.small_part())
             size = sum(param.tensor.nbytes for param in self._registry.params)
             self._link.on_generation = self._sever
             self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
@@ -229,21 +272,30 @@ class ProtectedRun(Run):
         """The step's body begins."""
         assert self._healer is not None
         self._in_step = True
+        if self._stages is not None:
+            self._fabric.engage(self._stages.transport)
         testing.point("before_forward", self._healer.step)
 
     def leave(self, error: BaseException | None) -> bool:
         """The step's body ended: it is complete, or interrupted, or the user's own error goes on."""
         assert self._healer is not None and self._healer.step is not None and self._updates is not None
-        if error is None and not self._updates.begun:
+        if error is None:
             try:
-                self._healer.settle_buckets()
+                if not self._updates.begun:
+                    self._healer.settle_buckets()
+                if self._stages is not None:
+                    self._stages.transport.end()
             except RuntimeError as lost:
                 if not self._is_peers_fault(lost):
                     raise
                 error = lost
         self._in_step = False
+        if self._stages is not None:
+            self._fabric.engage(None)
         if error is None:
             self._updates.complete()
+            if self._stages is not None:
+                self._stages.transport.complete()
             self._healer.step = StepNumber(self._healer.step + 1)
             if self._replacement:
                 self._replacement = False

@@ -7,6 +7,8 @@ and comes from a survivor. Never touches parameters that an optimizer updates.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -118,10 +120,21 @@ class SmallState:
             if self._slots is not None:
                 self._slots.live(step, own)
 
+    def captured(self) -> tuple[bytes, bytes, list[torch.Tensor]]:
+        """Return what ``capture`` took: own and shared state, and the large tensors of the shared."""
+        return self._own, self._shared, [mirror.copy for mirror in self._mirrors]
+
     def restore(self) -> None:
         """Put back what ``capture`` took. The data's cursor stays: the interrupted step's batch is still at hand."""
         self.load_own(self._own, cursor=False)
         self.load_shared(self._shared, [mirror.copy for mirror in self._mirrors])
+
+    @contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Leave this rank's own state as it is now, whatever happens to it within; the data's cursor excepted."""
+        own = self._encode_own()
+        yield
+        self.load_own(own, cursor=False)
 
     # own ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,130 @@
+"""Gives the journal of one rank to others over TCP, and gets theirs.
+
+Whoever asks must know the run's secret. The frames are those of ``wire``: a request names a step and a receiver, the
+answer is one frame for each record and one that ends them. Nothing here decides what is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from regrow import wire
+from regrow.errors import PeerLost
+from regrow.journal import record
+from regrow.journal.log import Journal
+from regrow.journal.record import Channel, Damaged, Record
+
+_TIMEOUT_S = 60.0
+
+
+class Server:
+    """Listens at a port of its own, and answers each connection in a thread of its own."""
+
+    def __init__(self, journal: Journal, host: str, token: str) -> None:
+        self._journal = journal
+        self._token = token
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, name="regrow-journal-server", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            self._open.add(connection)
+            threading.Thread(target=self._answer, args=(connection,), name="regrow-journal-answer", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_TIMEOUT_S)
+            head = wire.recv_frame(connection).head
+            if head["type"] != "hello" or not hmac.compare_digest(str(head.get("token")), self._token):
+                return
+            connection.settimeout(None)  # it may be long until the next step is asked for; its end ends this thread
+            while True:
+                head = wire.recv_frame(connection).head
+                for part in self._journal.read(int(head["step"]), int(head["peer"])):
+                    connection.sendall(wire.encode({"type": "record"}, part))
+                connection.sendall(wire.encode({"type": "end", "from": self._journal.kept_from}))
+        except (OSError, EOFError, KeyError, TypeError, ValueError):
+            pass  # the other side is gone, or is no rank of this run
+        finally:
+            self._open.discard(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening and drop all connections."""
+        for each in (self._socket, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that waits on it
+        self._socket.close()
+
+
+Messages = dict[Channel, deque[Record]]
+
+
+class Fetcher:
+    """Gets what one rank has sent to this one, a step ahead of its use."""
+
+    def __init__(self, rank: int, address: tuple[str, int], token: str, me: int) -> None:
+        self._rank = rank
+        self._me = me
+        self._address = address
+        self._token = token
+        self._socket: socket.socket | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"regrow-fetch-{rank}")
+        self._ahead: dict[int, Future[Messages]] = {}
+        self.bytes_in = 0
+
+    def get(self, step: int, *, then: int | None = None) -> Messages:
+        """Return the messages of a step, and begin to fetch those of the step ``then``.
+
+        Raises ``Damaged`` with the record's name, or ``PeerLost`` if the other rank is gone.
+        """
+        future = self._ahead.pop(step, None) or self._pool.submit(self._fetch, step)
+        if then is not None and then not in self._ahead:
+            self._ahead[then] = self._pool.submit(self._fetch, then)
+        return future.result(2 * _TIMEOUT_S)
+
+    def _fetch(self, step: int) -> Messages:
+        try:
+            if self._socket is None:
+                self._socket = socket.create_connection(self._address, _TIMEOUT_S)
+                self._socket.sendall(wire.encode({"type": "hello", "token": self._token}))
+            self._socket.sendall(wire.encode({"type": "fetch", "step": step, "peer": self._me}))
+            found: Messages = {}
+            while (frame := wire.recv_frame(self._socket)).head["type"] == "record":
+                where = f"a record of step {step} in the journal of rank {self._rank}"
+                item = record.read(memoryview(bytearray(frame.blob)), where)
+                if item.step != step:
+                    raise Damaged(f"{where} says that it is of step {item.step}")
+                self.bytes_in += len(frame.blob)
+                found.setdefault(item.channel, deque()).append(item)
+        except (OSError, EOFError) as error:
+            self._disconnect()
+            raise PeerLost(f"the journal of rank {self._rank} cannot be reached: {error}") from None
+        except Damaged:
+            self._disconnect()  # in the middle of an answer
+            raise
+        if int(frame.head["from"]) > step:
+            raise Damaged(f"step {step} is not in the journal of rank {self._rank} any more")
+        return found
+
+    def _disconnect(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Drop the connection; nothing can be asked for afterwards."""
+        self._disconnect()
+        self._pool.shutdown(wait=False, cancel_futures=True)

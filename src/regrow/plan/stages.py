@@ -1,0 +1,213 @@
+"""Choose where each stage of a pipeline goes on. Pure: no clock, no sockets, no torch.
+
+Ranks of one stage are replicas of each other; a stage without a living replica goes back to its checkpoint and does its
+lost steps again, over what the other stages sent it then. So ranks may go on at different steps. What makes such
+positions possible together: whoever goes on at an earlier step than another finds what that one has sent it since in
+that one's journal. Possible positions can be combined rank by rank to the later of the two, so there is one latest
+combination; it is found by lowering, from the latest that each stage could have alone, whatever stands in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from regrow.errors import Unrecoverable
+from regrow.ids import Rank, Step
+from regrow.plan.actions import Action, Copy, Load, Own, Plan, Replay, Settle, Undo, name_ranks
+from regrow.plan.holdings import Holding
+from regrow.plan.planner import check_replicas, check_same_layout, own_at, plan_replicas
+
+Stages = Mapping[int, Sequence[Holding]]
+
+
+def make_plan(holdings: Sequence[Holding]) -> Plan:
+    """Return the plan for these holdings, one per rank of the world.
+
+    Raises:
+        Unrecoverable: nothing that still exists can bring the ranks together.
+        ValueError: replicas do not train the same model, or some ranks named their stage and others did not.
+    """
+    ranks = sorted(holdings, key=lambda holding: holding.rank)
+    named = [holding for holding in ranks if holding.stage is not None]
+    if not named:
+        return plan_replicas(ranks)
+    if len(named) != len(ranks):
+        raise ValueError("some ranks gave protect(stage=...) and others did not: give it on all of them, or on none")
+    stages: dict[int, list[Holding]] = {}
+    for holding in named:
+        assert holding.stage is not None
+        stages.setdefault(holding.stage, []).append(holding)
+    for members in stages.values():
+        check_same_layout(members)
+        check_replicas([holding for holding in members if not holding.fresh])
+    positions = latest_positions(stages)
+    return _plan(stages, [positions[_stage(holding)] for holding in ranks])
+
+
+def _stage(holding: Holding) -> int:
+    assert holding.stage is not None
+    return holding.stage
+
+
+# where to go on ------------------------------------------------------------------------------------------------------
+
+
+def candidates(members: Sequence[Holding]) -> list[Step]:
+    """Return the steps at which a stage could go on by itself, the latest first."""
+    held = {holding.step for holding in members if holding.step is not None and _intact(holding)}
+    alive = {step for step in held if all(_can_copy(holding, step) for holding in members)}
+    saved = set.intersection(*({*holding.checkpoints} for holding in members))
+    return sorted(alive | saved, reverse=True)
+
+
+def _intact(holding: Holding) -> bool:
+    """Whether a survivor can still be at the start of its step: what that step has updated can be taken back."""
+    return not holding.updated - holding.undoable
+
+
+def _can_copy(holding: Holding, step: Step) -> bool:
+    """Whether a rank could take a replica's state at this step: its own random numbers and buffers must be known."""
+    if holding.fresh:
+        return step in holding.own_steps or holding.live_step == step - 1
+    return holding.step == step - 1 or (holding.step == step and _intact(holding))
+
+
+def latest_positions(stages: Stages) -> dict[int, Step]:
+    """Return the latest positions, by stage, that are possible together."""
+    left = {stage: candidates(members) for stage, members in stages.items()}
+    missing = _missing_from(stages)
+    while True:
+        for stage, steps in left.items():
+            if not steps:
+                raise Unrecoverable(_why_none(stage, stages[stage]))
+        position = {stage: steps[0] for stage, steps in left.items()}
+        lowered = False
+        for stage, behind, ahead, receiver in _apart(stages, position):
+            if _served(ahead, receiver, behind, missing):
+                continue
+            left[stage] = [step for step in left[stage] if step <= behind]
+            lowered = True
+            break
+        if not lowered:
+            return position
+
+
+def _apart(stages: Stages, position: Mapping[int, Step]) -> Iterator[tuple[int, Step, Holding, Holding]]:
+    """Yield every pair of ranks of which one goes on at an earlier step: (stage ahead, that step, ahead, behind)."""
+    for stage, members in stages.items():
+        for other, others in stages.items():
+            if position[other] < position[stage]:
+                for ahead in members:
+                    for behind in others:
+                        yield stage, position[other], ahead, behind
+
+
+def _served(ahead: Holding, behind: Holding, since: Step, missing: Mapping[Rank, Step]) -> bool:
+    """Whether the one ahead has in its journal what it sent to the one behind since that step."""
+    kept = ahead.recent_from if ahead.domain == behind.domain else ahead.journal_from
+    if ahead.fresh or kept is None or since < kept:
+        return False
+    damaged = missing.get(ahead.rank)
+    return damaged is None or since > damaged
+
+
+def _missing_from(stages: Stages) -> dict[Rank, Step]:
+    """Return the last step of each journal that somebody found damaged."""
+    found: dict[Rank, Step] = {}
+    for members in stages.values():
+        for holding in members:
+            for rank, step in holding.damaged:
+                found[rank] = max(step, found.get(rank, step))
+    return found
+
+
+def _why_none(stage: int, members: Sequence[Holding]) -> str:
+    lost = [holding.rank for holding in members if holding.fresh]
+    whys = "; ".join(sorted({holding.why_not for holding in members if holding.why_not and not _intact(holding)}))
+    saved = sorted({*members[0].checkpoints}.intersection(*(holding.checkpoints for holding in members[1:])))
+    return (
+        f"stage {stage} ({name_ranks([holding.rank for holding in members])}) cannot go on: "
+        + (f"{name_ranks(lost)} lost, " if lost else "")
+        + (f"an update cannot be taken back ({whys}), " if whys else "")
+        + f"and none of its checkpoints (of steps {saved}) fits what the other stages hold"
+        if saved
+        else f"stage {stage} ({name_ranks([holding.rank for holding in members])}) cannot go on: no living replica "
+        "holds its state, and it has no checkpoint on its storage"
+    )
+
+
+# what to do ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
+    actions: list[Action] = []
+    settled: list[Action] = []
+    warnings: list[str] = []
+    newest = max(positions)
+    loaded: list[Rank] = []
+    for members in stages.values():
+        step = positions[members[0].rank]
+        at = [holding for holding in members if holding.step == step and _intact(holding)]
+        sources = tuple(holding.rank for holding in at)
+        for holding in members:
+            own = Own.CHECKPOINT
+            if holding in at:
+                own = Own.CAPTURED
+                if holding.updated:
+                    actions.append(Undo(rank=holding.rank, to_step=step, params=holding.updated, exact=holding.exact))
+                    if not holding.exact:
+                        warnings.append(f"rank {holding.rank}: the undo is arithmetic, within a few ulp")
+            elif sources:
+                own = own_at(holding, step)
+                actions.append(
+                    Copy(rank=holding.rank, sources=sources, step=step, params=None, staged=not holding.fresh)
+                )
+            else:
+                loaded.append(holding.rank)
+                actions.append(Load(rank=holding.rank, step=step))
+            settled.append(Settle(rank=holding.rank, step=step, own=own))
+            ahead = tuple(Rank(rank) for rank, other in enumerate(positions) if other > step)
+            if ahead:
+                actions.append(Replay(rank=holding.rank, first=step, last=Step(newest - 1), sources=ahead))
+    actions.sort(key=_order)
+    settled.sort(key=lambda action: action.rank)
+    return Plan(
+        step=newest,
+        reason=_reason(stages, positions, loaded),
+        actions=(*actions, *settled),
+        warnings=tuple(warnings),
+        positions=tuple(positions),
+    )
+
+
+def _order(action: Action) -> tuple[int, int]:
+    return (Undo, Copy, Load, Replay, Settle).index(type(action)), action.rank
+
+
+def _reason(stages: Stages, positions: Sequence[Step], loaded: Sequence[Rank]) -> str:
+    newest = max(positions)
+    everyone = [holding for members in stages.values() for holding in members]
+    lost = sorted(holding.rank for holding in everyone if holding.fresh)
+    back = sorted(
+        holding.rank for holding in everyone if holding.step is not None and positions[holding.rank] < holding.step
+    )
+    behind = sorted(
+        holding.rank for holding in everyone if positions[holding.rank] < newest and holding.rank not in loaded
+    )
+    copied = [rank for rank in lost if rank not in loaded]
+    parts = []
+    if copied:
+        parts.append(f"a replica of {name_ranks(copied)} lives, which is cheaper to copy than to compute again")
+    alone = sorted({*loaded} - {*back})
+    if alone:
+        parts.append(
+            f"no replica of {name_ranks(alone)} lives: the lost steps are computed again from what the other stages "
+            "have sent" + ("" if back else "; they keep their state")
+        )
+    if back:
+        parts.append(
+            f"{name_ranks(back)} must go back, too: what was sent from there since is in no journal, or is damaged"
+        )
+    if behind:
+        parts.append(f"{name_ranks(behind)} had not completed step {newest - 1}, others had")
+    return "; ".join(parts) if parts else f"nobody's state was lost: step {newest} runs again"

@@ -1,0 +1,280 @@
+"""What a rank of a pipeline needs beyond a replica: a journal, checkpoints, and a way to replay.
+
+Ties them to the run: a checkpoint at the start of every so many steps, its commit when all ranks have written theirs,
+the journal dropped then and not before, and what this rank holds of all that when a plan is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regrow.errors import LinkLost, PeerLost, Unrecoverable
+from regrow.group import Fabric
+from regrow.ids import Rank, Step
+from regrow.journal import Journal, Server
+from regrow.run.contact import Contact
+from regrow.run.link import Link
+from regrow.run.roles import Roles
+from regrow.run.transport import Transport
+from regrow.state import checkpoint
+from regrow.state.registry import Registry
+
+_COMMIT_S = 600.0
+_FIRST_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is, and what its launcher said about failures."""
+
+    host_addr: str
+    token: str
+    node: int
+    failure_domain: str
+    scratch: Path
+    journal_bytes: int
+
+    def domain(self, rank: int) -> str:
+        """Return the name of what fails together with a rank of this node."""
+        match self.failure_domain:
+            case "host":
+                return f"host {self.node}"
+            case "rank":
+                return f"rank {rank}"
+            case groups:
+                for number, members in enumerate(parse_groups(groups)):
+                    if rank in members:
+                        return f"group {number}"
+                raise ValueError(f"--failure-domain {groups}: rank {rank} is in none of these groups")
+
+
+def parse_groups(text: str) -> list[set[int]]:
+    """Read groups of ranks: ``0-1,2,3-5``."""
+    groups = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        groups.append(set(range(int(first), int(last or first) + 1)))
+    return groups
+
+
+class Stages:
+    """The part of a run that only pipelines have."""
+
+    def __init__(
+        self,
+        *,
+        rank: Rank,
+        roles: Roles,
+        place: Place,
+        link: Link,
+        fabric: Fabric,
+        registry: Registry,
+        preserving: Callable[[], AbstractContextManager[None]],
+        schedules: Sequence[Any],
+        checkpoint_dir: str | os.PathLike[str] | None,
+        checkpoint_every: int,
+        replacement: bool,
+    ) -> None:
+        self._rank = rank
+        self._roles = roles
+        self._link = link
+        self._fabric = fabric
+        self._registry = registry
+        self._preserving = preserving
+        self._every = checkpoint_every
+        self._world = len(roles.stages)
+        stage = roles.stages[rank]
+        assert stage is not None
+        self.stage = stage
+        self.domain = roles.domains[rank]
+        # a name of its own: what an earlier run has left in the same place must never be taken for this one's
+        base = Path(checkpoint_dir) if checkpoint_dir is not None else place.scratch
+        self._directory = base / f"regrow-{roles.nonce}" / f"rank{rank}"
+        self._spill = place.scratch / f"journal-{roles.nonce}-{rank}"
+        shutil.rmtree(self._spill, ignore_errors=True)  # a predecessor's, which died with it
+        self._journal = Journal(self._spill, memory_bytes=place.journal_bytes, on_event=self._journal_event)
+        self._server = Server(self._journal, place.host_addr, place.token)
+        self.transport = Transport(
+            rank,
+            self._journal,
+            stages=[stage for stage in roles.stages if stage is not None],
+            domains=roles.domains,
+            token=place.token,
+        )
+        self.transport.on_caught_up = self._caught_up
+        self._writer = checkpoint.Writer(self._directory, registry, self._written)
+        self._bad: dict[Step, str] = {}
+        self._committed: list[Step] = []
+        self._told = False
+        self._gave_up = False
+        if replacement:
+            for step in checkpoint.saved(self._directory):
+                self._verify(step)
+        self.contacts = [self._contact(schedule, n, replacement) for n, schedule in enumerate(schedules)]
+
+    # what is held ----------------------------------------------------------------------------------------------------
+
+    def holding(self) -> dict[str, Any]:
+        """Return the fields of a holding that pipelines add."""
+        return {
+            "stage": self.stage,
+            "domain": self.domain,
+            "checkpoints": tuple(step for step in checkpoint.saved(self._directory) if step not in self._bad),
+            "journal_from": Step(self._journal.kept_from),
+            "recent_from": self.transport.recent_from,
+            "damaged": tuple(sorted(self.transport.damaged)),
+        }
+
+    def envelope(self) -> dict[str, Any]:
+        """Return what others must know besides: where the journal is, and if first contacts were made."""
+        return {"journal": list(self._server.address), "contact": all(contact.made for contact in self.contacts)}
+
+    def resume(self, generation: int, positions: Sequence[Step], envelopes: Sequence[dict[str, Any]]) -> None:
+        """All ranks know where all go on."""
+        if max(positions) > 0 and not all(envelope["contact"] for envelope in envelopes):
+            raise Unrecoverable(
+                "a stage was lost in its first contact with the others, but some have gone on without it"
+            )
+        if not all(envelope["contact"] for envelope in envelopes):
+            for contact in self.contacts:
+                contact.again()
+        addresses = [(envelope["journal"][0], int(envelope["journal"][1])) for envelope in envelopes]
+        self.transport.resume(generation, positions, addresses)
+
+    def abandon(self) -> None:
+        """Forget an interrupted step."""
+        for contact in self.contacts:
+            contact.abandon()
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def first(self, small: checkpoint.Small) -> None:
+        """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed."""
+        self._writer.save(Step(0), small)
+        self._writer.wait(_FIRST_S)
+
+    def at_start(self, step: Step, small: checkpoint.Small) -> None:
+        """Take a checkpoint if one is due at the start of this step."""
+        if step == 0 or step % self._every or step in self._committed:
+            return
+        if self._writer.busy:
+            self._event("checkpoint_skipped", step=step, why="the one before is still being written")
+            return
+        began = time.monotonic()
+        self._writer.save(step, small)
+        self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
+
+    def load(self, step: Step) -> checkpoint.Saved:
+        """Read this rank's checkpoint and put its parameters in place."""
+        try:
+            saved = checkpoint.read(self._directory, step)
+        except checkpoint.DamagedCheckpoint as error:
+            self._distrust(step, error)
+            raise PeerLost(str(error)) from error
+        saved.install(self._registry)
+        return saved
+
+    def _verify(self, step: Step) -> None:
+        try:
+            checkpoint.read(self._directory, step)
+        except checkpoint.DamagedCheckpoint as error:
+            self._distrust(step, error)
+
+    def _distrust(self, step: Step, error: Exception) -> None:
+        self._bad[step] = str(error)
+        self._say(f"{error}; it is not used")
+        self._event("checkpoint_damaged", step=step, why=str(error))
+
+    def _written(self, step: Step, nbytes: int, seconds: float) -> None:
+        """In the writer's thread: this rank's part is on storage, or could not be put there."""
+        if nbytes < 0:
+            self._say(f"{self._writer.failure}; a failure now goes back to an earlier one")
+            self._event("checkpoint_failed", step=step, why=self._writer.failure)
+            return
+        self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
+        threading.Thread(target=self._commit, args=(step,), name="regrow-commit", daemon=True).start()
+
+    def _commit(self, step: Step) -> None:
+        """Wait until every rank has written its part; from then on nobody needs what was sent before."""
+        key = f"checkpoint/{self._roles.nonce}/{step}/"
+        keys = [f"{key}{rank}" for rank in range(self._world)]
+        try:
+            self._link.ask({"type": "store", "op": "set", "key": f"{key}{self._rank}"}, b"1", timeout_s=30.0)
+            request = {"type": "store", "op": "wait", "keys": keys, "timeout_s": _COMMIT_S}
+            reply = self._link.ask(request, timeout_s=_COMMIT_S + 10)
+        except (TimeoutError, LinkLost):
+            return
+        if not reply.head.get("ok"):
+            return
+        self._committed.append(step)
+        self._gave_up = False
+        self._journal.drop_before(step)
+        newest = sorted(self._committed)[-2:]
+        self._writer.remove_before(newest[0])  # the one before stays: should this one be damaged, all go back to it
+        self._event("checkpoint_committed", step=step)
+
+    def _caught_up(self, first: Step, last: Step, nbytes: int, seconds: float) -> None:
+        self._event(
+            "replayed", generation=self._fabric.generation, first=first, last=last, bytes_in=nbytes, seconds=seconds
+        )
+
+    # the rest --------------------------------------------------------------------------------------------------------
+
+    def _contact(self, schedule: Any, number: int, replacement: bool) -> Contact:
+        key = f"contact/{self._roles.nonce}/{self._rank}/{number}"
+        record = None
+        if replacement:
+            there = self._link.ask({"type": "store", "op": "check", "keys": [key]}, timeout_s=30.0)
+            if there.head.get("value"):
+                record = self._link.ask(
+                    {"type": "store", "op": "get", "key": key, "timeout_s": 10}, timeout_s=30.0
+                ).blob
+
+        def keep(made: bytes) -> None:
+            self._link.ask({"type": "store", "op": "set", "key": key}, made, timeout_s=30.0)
+
+        return Contact(schedule, self._fabric, record=record, keep=keep, preserving=self._preserving)
+
+    def _journal_event(self, name: str, **fields: Any) -> None:
+        self._event(name, **fields)
+        if name == "journal_given_up" and self._gave_up:
+            return
+        if name == "journal_given_up":
+            self._gave_up = True
+            back = max(self._committed, default=Step(0))
+            self._say(
+                f"the journal gives up what was sent through step {fields['through_step']} and later ones in turn "
+                f"({fields['why']}): until the next checkpoint is committed, a lost stage takes everyone back to step "
+                f"{back}"
+            )
+        elif not self._told:
+            self._told = True
+            self._say(f"the journal's disk is too slow: a step waited {fields['seconds']:.2f} s for it")
+
+    def _say(self, text: str) -> None:
+        print(f"[regrow] rank {self._rank}: {text}", file=sys.stderr, flush=True)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        with contextlib.suppress(LinkLost):  # the watcher thread ends the process for that
+            self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
+
+    def close(self) -> None:
+        """All ranks are done: nothing of this is needed any more."""
+        self._writer.wait(10.0)
+        self.transport.close()
+        self._server.close()
+        self._journal.close()
+        shutil.rmtree(self._spill, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._directory.parent.rmdir()  # by whoever is the last

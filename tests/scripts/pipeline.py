@@ -1,0 +1,206 @@
+"""A small pipeline, by torch's schedules or by hand, with dropout and a learning rate that moves."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import regrow
+
+CLASSES = 4
+
+
+def part(index: int, count: int, width: int) -> nn.Module:
+    out = CLASSES if index == count - 1 else width
+    return nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(32), nn.Linear(32, out))
+
+
+class ByHand:
+    """All micro-batches forward, then all backward, with blocking messages."""
+
+    def __init__(self, module: nn.Module, place: int, ranks: list[int], microbatches: int, loss_fn: nn.Module) -> None:
+        self._module = module
+        self._microbatches = microbatches
+        self._loss_fn = loss_fn
+        self._before = ranks[place - 1] if place else None
+        self._after = ranks[place + 1] if place + 1 < len(ranks) else None
+
+    def step(self, x: torch.Tensor | None = None, target: torch.Tensor | None = None, losses: list | None = None):
+        kept = []
+        for number in range(self._microbatches):
+            if self._before is None:
+                given = x.chunk(self._microbatches)[number]
+            else:
+                shape = torch.zeros(2, dtype=torch.int64)
+                dist.recv(shape, self._before)
+                given = torch.zeros(*shape.tolist())
+                dist.recv(given, self._before, tag=7)
+                given.requires_grad_()
+            out = self._module(given)
+            if self._after is None:
+                out = self._loss_fn(out, target.chunk(self._microbatches)[number])
+                losses.append(out.detach())
+                out = out / self._microbatches
+            else:
+                dist.send(torch.tensor(out.shape), self._after)
+                dist.send(out.detach(), self._after, tag=7)
+            kept.append((given, out))
+        for given, out in kept:
+            grad = None
+            if self._after is not None:
+                grad = torch.zeros_like(out)
+                dist.recv(grad, self._after)
+            out.backward(grad)
+            if self._before is not None:
+                dist.send(given.grad, self._before)
+
+
+def damage(what: str, run: regrow.Run) -> None:
+    """Flip a bit where rank 1 will look for it: in its own checkpoint of step 5, or in what it was sent in step 6."""
+    if what == "checkpoint":
+        deadline = time.monotonic() + 30
+        while not (found := list(Path(os.environ["REGROW_SCRATCH"]).glob("regrow-*/rank1/step-5.state"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raw = bytearray(found[0].read_bytes())
+        raw[-5] ^= 1
+        found[0].write_bytes(raw)
+    else:
+        journal = run._stages._journal
+        assert journal.read(6, 1)  # by then it has its checksum
+        entry = next(rows[0] for channel, rows in journal._index[6].items() if channel.peer == 1)
+        entry.segment.memory[entry.start + entry.length - 64] ^= 1
+
+
+def die_together(out: Path, rank: int, count: int) -> None:
+    """End by SIGKILL as soon as all that are to are here; a replacement goes on."""
+    out.mkdir(parents=True, exist_ok=True)
+    mark = out / f"dying{rank}"
+    if mark.exists():
+        return
+    mark.touch()
+    deadline = time.monotonic() + 30
+    while len(list(out.glob("dying*"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--mean", action="store_true", help="the last stage tells all others the loss")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--checkpoint-dir")
+    parser.add_argument("--damage", choices=["checkpoint", "journal"], help="flip a bit of it at the start of step 8")
+    parser.add_argument("--die", type=int, nargs="+", default=[], help="a step, and ranks that die in it at once")
+    parser.add_argument("--slow-s", type=float, default=0.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    faulthandler.register(signal.SIGWINCH)
+    run = regrow.init()
+    length = run.world_size // args.replicas
+    replica, place = divmod(run.rank, length)
+    lines = [dist.new_group(list(range(r * length, (r + 1) * length))) for r in range(args.replicas)]
+    twins = [dist.new_group(list(range(p, run.world_size, length))) for p in range(length)]
+    line, ranks = lines[replica], list(range(replica * length, (replica + 1) * length))
+    several = args.schedule == "interleaved"
+    count = 2 * length if several else length
+    indices = [place, place + length] if several else [place]
+    torch.manual_seed(10)
+    modules = [part(index, count, args.width) for index in range(count)]
+    modules = [modules[index] for index in indices]
+    if args.replicas > 1:
+        modules = [DistributedDataParallel(module, process_group=twins[place]) for module in modules]
+    torch.manual_seed(100 + run.rank)
+    model = nn.ModuleList(modules)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if args.optimizer == "sgd"
+        else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
+    loss_fn = nn.CrossEntropyLoss()
+    if args.schedule == "hand":
+        schedule = ByHand(modules[0], place, ranks, args.microbatches, loss_fn)
+    else:
+        stages = [
+            PipelineStage(module, index, count, torch.device("cpu"), group=line)
+            for module, index in zip(modules, indices, strict=True)
+        ]
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[args.schedule]
+        schedule = kind(stages if several else stages[0], args.microbatches, loss_fn=loss_fn)
+    generator = torch.Generator().manual_seed(7)
+    data = TensorDataset(
+        torch.randn(320, args.width, generator=generator), torch.randint(0, CLASSES, (320,), generator=generator)
+    )
+    loader = DataLoader(data, batch_size=16, shuffle=True, drop_last=True)
+    extras = {} if args.schedule == "hand" else {"schedule": schedule}
+    run.protect(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        stage=place,
+        checkpoint_every=args.every,
+        checkpoint_dir=args.checkpoint_dir,
+        **extras,
+    )
+    losses: dict[int, float] = {}
+    attempts: list[int] = []
+    for step in run.steps(args.steps):
+        with step:
+            if args.damage is not None and step.index == 8 and step.attempt == 0 and run.rank == 0:
+                damage(args.damage, run)
+            if step.index in args.die[:1] and run.rank in args.die[1:]:
+                die_together(args.out, run.rank, len(args.die) - 1)
+            optimizer.zero_grad()
+            found: list[torch.Tensor] = []
+            if args.slow_s:
+                time.sleep(args.slow_s)
+            x, y = step.batch if place in (0, length - 1) else (None, None)
+            given = (x,) if place == 0 else ()
+            if place == length - 1:
+                schedule.step(*given, target=y, losses=found)
+                losses[step.index] = torch.stack(found).mean().item()
+            else:
+                schedule.step(*given)
+            if args.mean:
+                mean = torch.tensor([losses.get(step.index, 0.0)])
+                dist.all_reduce(mean, group=line)
+                losses[step.index] = mean.item()
+            optimizer.step()
+            scheduler.step()
+        attempts.append(step.index)
+    report = {
+        "rank": run.rank,
+        "digest": regrow.state_digest(model, optimizer, scheduler.state_dict(), {"rng": torch.get_rng_state()}),
+        "losses": losses,
+        "attempts": attempts,
+        "pid": os.getpid(),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"rank{run.rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

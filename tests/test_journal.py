@@ -1,0 +1,256 @@
+"""The journal: what goes in comes out, whatever is spilled, dropped, cut short or flipped."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from regrow import wire
+from regrow.errors import PeerLost
+from regrow.journal import Channel, Damaged, Fetcher, Journal, Server, record
+
+TO_1 = Channel("world", "send", 1, 0)
+TO_2 = Channel("world", "send", 2, 0)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    made = Journal(tmp_path / "spill", memory_bytes=1 << 20, segment_bytes=64 << 10)
+    yield made
+    made.close()
+
+
+def write(journal, step, *tensors, channel=TO_1):
+    journal.begin(step)
+    for tensor in tensors:
+        journal.append(1, step, channel, tensor)
+    journal.complete(step)
+
+
+def read(journal, step, peer=1):
+    return [record.read(memoryview(bytearray(part)), "a record") for part in journal.read(step, peer)]
+
+
+def values(item):
+    tensor = torch.empty(item.shape, dtype=item.dtype)
+    item.copy_to(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.randn(4, 6).t(),
+        torch.randn(7, 3).bfloat16(),
+        torch.tensor(3, dtype=torch.int64),
+        torch.zeros(0, 4),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 2, dtype=torch.complex64),
+        torch.randint(0, 255, (13,), dtype=torch.uint8),
+        torch.randn(300_000),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_any_tensor(journal, tensor):
+    write(journal, 0, tensor)
+    (item,) = read(journal, 0)
+    assert (item.step, item.channel, item.sequence, item.generation) == (0, TO_1, 0, 1)
+    assert torch.equal(values(item), tensor)
+
+
+def test_the_sender_may_change_the_tensor_at_once(journal):
+    tensor = torch.ones(1000)
+    write(journal, 0, tensor)
+    tensor.zero_()
+    assert torch.equal(values(read(journal, 0)[0]), torch.ones(1000))
+
+
+def test_messages_keep_their_order_and_their_receiver(journal):
+    journal.begin(4)
+    for number in range(5):
+        journal.append(1, 4, TO_1, torch.tensor([number]))
+        journal.append(1, 4, TO_2, torch.tensor([10 * number]))
+    assert [int(values(item)) for item in read(journal, 4, 1)] == [0, 1, 2, 3, 4]
+    assert [int(values(item)) for item in read(journal, 4, 2)] == [0, 10, 20, 30, 40]
+    assert [item.sequence for item in read(journal, 4, 1)] == [0, 1, 2, 3, 4]
+
+
+def test_a_step_that_is_done_again_replaces_what_it_sent(journal):
+    write(journal, 3, torch.zeros(2), torch.zeros(2))
+    write(journal, 3, torch.ones(2))
+    assert [values(item).tolist() for item in read(journal, 3)] == [[1, 1]]
+
+
+def test_memory_is_bounded_and_the_rest_is_on_disk(journal, tmp_path):
+    sent = {step: torch.randn(10_000) for step in range(100)}  # 4 MB
+    for step, tensor in sent.items():
+        write(journal, step, tensor)
+        assert journal.memory_bytes <= 1 << 20
+    assert list((tmp_path / "spill").iterdir())
+    for step, tensor in sent.items():
+        assert torch.equal(values(read(journal, step)[0]), tensor)
+    journal.drop_before(100)
+    assert read(journal, 50) == []
+    assert not list((tmp_path / "spill").iterdir())
+    assert journal.kept_from == 100
+
+
+def test_a_message_larger_than_all_memory(journal):
+    tensor = torch.randn(1 << 20)
+    write(journal, 0, tensor)
+    write(journal, 1, torch.ones(3))
+    assert torch.equal(values(read(journal, 0)[0]), tensor)
+
+
+def test_a_flipped_bit_and_a_cut_on_disk_are_named(journal, tmp_path):
+    for step in range(60):
+        write(journal, step, torch.randn(10_000))
+    spilled = sorted((tmp_path / "spill").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    raw = bytearray(spilled[0].read_bytes())
+    raw[5000] ^= 4
+    spilled[0].write_bytes(raw)
+    with pytest.raises(Damaged, match="checksum"):
+        read(journal, 0)
+    spilled[0].write_bytes(raw[:100])
+    with pytest.raises(Damaged, match="cut short"):
+        read(journal, 0)
+
+
+def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    said = []
+    journal = Journal(
+        tmp_path / "file" / "spill",
+        memory_bytes=1 << 20,
+        segment_bytes=64 << 10,
+        on_event=lambda name, **fields: said.append((name, fields)),
+    )
+    try:
+        for step in range(100):
+            write(journal, step, torch.full((10_000,), float(step)))
+        assert 0 < journal.kept_from < 99
+        for step in range(journal.kept_from, 100):
+            assert values(read(journal, step)[0])[0] == step
+        assert {name for name, _ in said} >= {"journal_given_up"}
+        assert max(fields["through_step"] for name, fields in said if name == "journal_given_up") < journal.kept_from
+    finally:
+        journal.close()
+
+
+def test_one_step_that_is_larger_than_all_memory_and_no_disk(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    journal = Journal(tmp_path / "file" / "spill", memory_bytes=1 << 20, segment_bytes=64 << 10)
+    try:
+        sent = [torch.randn(10_000) for _ in range(60)]
+        write(journal, 0, torch.ones(10_000))
+        write(journal, 1, *sent)
+        assert all(torch.equal(values(item), tensor) for item, tensor in zip(read(journal, 1), sent, strict=True))
+        write(journal, 2, torch.ones(10_000))
+        for step in range(3, 60):
+            write(journal, step, torch.ones(10_000))
+        assert journal.memory_bytes <= 1 << 20
+        assert journal.kept_from > 1
+    finally:
+        journal.close()
+
+
+def test_going_back_where_the_disk_takes_nothing(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    journal = Journal(tmp_path / "file" / "spill", memory_bytes=1 << 20, segment_bytes=64 << 10)
+    try:
+        for _ in range(3):
+            for step in range(40):
+                write(journal, step, torch.randn(10_000))
+            journal.start_at(0)
+        assert journal.memory_bytes <= 1 << 20
+    finally:
+        journal.close()
+
+
+def test_where_a_rank_goes_on(journal):
+    for step in range(5):
+        write(journal, step, torch.tensor([step]))
+    journal.begin(5)  # interrupted
+    journal.start_at(5)
+    assert journal.kept_from == 0
+    journal.start_at(3)  # back to a checkpoint: what was sent before is there still
+    assert journal.kept_from == 0 and read(journal, 3) == [] and len(read(journal, 2)) == 1
+    journal.start_at(4)  # a replica's state was copied: step 3 was never completed here
+    assert journal.kept_from == 4 and read(journal, 2) == []
+
+
+def test_channels_within_a_domain_are_kept_for_a_moment(journal):
+    write(journal, 0, torch.ones(1))
+    journal.append(1, 0, TO_2, torch.ones(1))
+    journal.drop_channels(0, lambda channel: channel.peer == 2)
+    assert len(read(journal, 0, 1)) == 1 and read(journal, 0, 2) == []
+    assert journal.kept_from == 0
+
+
+def test_another_rank_gets_its_messages(journal):
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5), torch.arange(3))
+    write(journal, 1, torch.arange(4))
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    try:
+        first = fetcher.get(0, then=1)
+        assert [values(item).tolist() for item in first[TO_1]] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+        assert [values(item).tolist() for item in fetcher.get(1)[TO_1]] == [[0, 1, 2, 3]]
+        journal.drop_before(2)
+        with pytest.raises(Damaged, match="any more"):
+            fetcher.get(1)
+    finally:
+        fetcher.close()
+        server.close()
+
+
+def test_a_stranger_gets_nothing(journal):
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    fetcher = Fetcher(0, server.address, "wrong", me=1)
+    try:
+        with pytest.raises(PeerLost):
+            fetcher.get(0)
+    finally:
+        fetcher.close()
+        server.close()
+    with pytest.raises((PeerLost, OSError)):
+        Fetcher(0, server.address, "secret", me=1).get(0)
+
+
+def test_back_pressure_is_reported(tmp_path, monkeypatch):
+    """A disk that takes its time: the training thread waits, and memory stays within its bound."""
+    said = []
+    slow = threading.Event()
+    journal = Journal(
+        tmp_path, memory_bytes=1 << 20, segment_bytes=64 << 10, on_event=lambda name, **fields: said.append(name)
+    )
+    spill = journal._spill
+    monkeypatch.setattr(journal, "_spill", lambda segment: (slow.wait(0.05), spill(segment)))
+    try:
+        for step in range(60):
+            write(journal, step, torch.randn(10_000))
+            assert journal.memory_bytes <= 1 << 20
+        assert "journal_waited" in said and "journal_given_up" not in said
+        assert journal.waited_s > 0
+    finally:
+        journal.close()
+
+
+def test_frames_larger_than_one_read(journal):
+    server = Server(journal, "127.0.0.1", "secret")
+    tensor = torch.randn(3 << 18)
+    write(journal, 0, tensor)
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    began = time.monotonic()
+    try:
+        assert torch.equal(values(fetcher.get(0)[TO_1][0]), tensor)
+    finally:
+        fetcher.close()
+        server.close()
+    assert time.monotonic() - began < 30
+    assert tensor.nbytes < wire.MAX_BLOB_BYTES
