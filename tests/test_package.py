@@ -37,7 +37,8 @@ MAY_KNOW = {
     "run": {*BOTTOM, "plan", "undo", "data", "testing", "group", "ddp", "state", "journal", "updates"},
     "agent": BOTTOM,
     "report": {"events"},
-    "cli": {"agent", "report"},
+    "logging_plan": {"plan"},
+    "cli": {"agent", "report", "logging_plan"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The ``regrow`` command: ``run`` starts a job, ``report`` tells what happened in one."""
+"""The ``regrow`` command: ``run`` starts a job, ``report`` tells what happened in one, ``plan`` thinks ahead."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("run", add_help=False, help="start a training script on this host (torchrun's flags and more)")
     report = commands.add_parser("report", help="print what failed in a run, what was done, and how long it took")
     report.add_argument("directory", metavar="DIR", help="the run's log directory")
+    plans = commands.add_parser("plan", help="choose settings before a run").add_subparsers(
+        dest="what", metavar="WHAT", required=True
+    )
+    logging = plans.add_parser("logging", help="which machines of a pipeline to recover together, under a storage cap")
+    logging.add_argument(
+        "profile", metavar="PROFILE", help="JSON: replay_s, boundary_bytes, bandwidth, checkpoint_every"
+    )
+    logging.add_argument("--cap", required=True, metavar="SIZE", help="what all journals may take, like 200GB")
+    logging.add_argument("--plot", metavar="PNG", help="draw the frontier into this file")
     try:
         if words[:1] == ["run"]:
             # torch is imported only here: the other commands answer at once
@@ -27,6 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from regrow.report import print_report
 
             return print_report(args.directory)
+        if args.command == "plan":
+            from regrow.logging_plan import plan_logging
+
+            try:
+                return plan_logging(args)
+            except ValueError as error:
+                logging.error(str(error))
         parser.print_help()
     except SystemExit as error:  # argparse's way to end
         return error.code if isinstance(error.code, int) else 1

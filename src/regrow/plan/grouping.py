@@ -22,6 +22,7 @@ import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 _SLACK = 1e-9
+_SHARES = (0.0, 1e-4, 1e-3, 0.01, 0.05, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,22 @@ def best(chain: Chain, cap_bytes: float) -> Grouping:
     alone = chain.grouping(range(chain.machines))
     if alone.storage_bytes <= cap_bytes:
         return alone
+    cap_bytes = _reachable(chain, cap_bytes)
     together = chain.grouping([0])
     multiplier, found = _bounded(chain, cap_bytes, alone, together)
     return _closed(chain, cap_bytes, multiplier, found)
+
+
+def _reachable(chain: Chain, cap_bytes: float) -> float:
+    """Return the cap without what no grouping could use of it: boundaries are often alike."""
+    cuts = chain.cut_bytes[chain.cut_bytes > 0]
+    if np.all(cuts == cuts[0]):
+        unit = float(cuts[0])
+    elif np.all(cuts == np.floor(cuts)) and cuts.max() < 2**53:
+        unit = float(np.gcd.reduce(cuts.astype(np.int64)))
+    else:
+        return cap_bytes
+    return min(cap_bytes, math.floor(cap_bytes / unit * (1 + _SLACK)) * unit * (1 + _SLACK))  # sums round
 
 
 def greedy(chain: Chain, cap_bytes: float) -> Grouping:
@@ -215,48 +229,56 @@ def _bounded(chain: Chain, cap: float, over: Grouping, under: Grouping) -> tuple
 
 
 def _closed(chain: Chain, cap: float, multiplier: float, known: Grouping) -> Grouping:
-    """Close the gap between the bound and the best one known, over the groups that could be part of a better one."""
+    """Close the gap between the bound and the best one known, over the groups that could be part of a better one.
+
+    Whatever beats a grouping of expected time ``t`` costs less than ``t`` and the whole cap, storage priced. So all
+    below a limit are looked at, first a low one: what is found is the best there is if its own limit is no higher.
+    """
     count = chain.machines
     price = chain.cut_bytes * multiplier
     _, upto = _cheapest(chain, multiplier)
     onward = np.zeros(count + 1)  # from each machine to the end, its own boundary included
     for start in range(count - 1, -1, -1):
         onward[start] = price[start] + np.min(chain.costs[start, start + 1 :] + onward[start + 1 :])
-    limit = known.expected_s + multiplier * cap  # whatever beats the known one lies below this, storage priced
-    weights = chain.costs + price[:, None]
-    through = upto[:, None] + weights + onward[None, :]
+    through = upto[:, None] + chain.costs + price[:, None] + onward[None, :]
+    least, most = float(upto[count]), known.expected_s + multiplier * cap
+    for share in _SHARES:
+        limit = (least + share * (most - least)) * (1 + _SLACK)
+        found = _below(chain, cap, multiplier, limit, through, onward)
+        if found is not None and found.expected_s + multiplier * cap <= limit:
+            return found
+    return known
+
+
+def _below(
+    chain: Chain, cap: float, multiplier: float, limit: float, through: Floats, onward: Floats
+) -> Grouping | None:
+    """Return the best grouping within the cap among those whose cost, storage priced, is below a limit."""
+    count = chain.machines
     storage: list[Floats] = [np.zeros(1)]
     cost: list[Floats] = [np.zeros(1)]
     origin: list[np.ndarray[Any, np.dtype[np.int64]]] = [np.zeros((1, 2), dtype=np.int64)]
     for end in range(1, count + 1):
-        stores, costs, origins = [], [], []
-        for start in np.flatnonzero(through[:end, end] <= limit * (1 + _SLACK)).tolist():
+        stores, costs, origins = [np.zeros(0)], [np.zeros(0)], [np.zeros((0, 2), dtype=np.int64)]
+        for start in np.flatnonzero(through[:end, end] <= limit).tolist():
             used = storage[start] + chain.cut_bytes[start]
             spent = cost[start] + chain.costs[start, end]
-            fits = (used <= cap) & (spent + multiplier * used + onward[end] <= limit * (1 + _SLACK))
-            numbers = np.flatnonzero(fits)
+            numbers = np.flatnonzero((used <= cap) & (spent + multiplier * used + onward[end] <= limit))
             stores.append(used[numbers])
             costs.append(spent[numbers])
             origins.append(np.stack([np.full_like(numbers, start), numbers], axis=1))
-        if not stores:
-            storage.append(np.zeros(0))
-            cost.append(np.zeros(0))
-            origin.append(np.zeros((0, 2), dtype=np.int64))
-            continue
         used, spent, places = np.concatenate(stores), np.concatenate(costs), np.concatenate(origins)
         order = np.lexsort((spent, used))
         used, spent, places = used[order], spent[order], places[order]
-        least = np.minimum.accumulate(np.concatenate([[np.inf], spent[:-1]]))
-        kept = spent < least
-        storage.append(used[kept])
-        cost.append(spent[kept])
-        origin.append(places[kept])
+        unbeaten = spent < np.minimum.accumulate(np.concatenate([[np.inf], spent]))[: len(spent)]
+        storage.append(used[unbeaten])
+        cost.append(spent[unbeaten])
+        origin.append(places[unbeaten])
     if not len(cost[count]):
-        return known
+        return None
     starts = []
     at, number = count, int(np.argmin(cost[count]))
     while at:
         at, number = (int(value) for value in origin[at][number])
         starts.append(at)
-    found = chain.grouping(starts[::-1])
-    return min(found, known, key=lambda grouping: grouping.expected_s)
+    return chain.grouping(starts[::-1])

@@ -21,6 +21,7 @@ from regrow.ddp import Buckets
 from regrow.errors import PeerLost, Superseded, Unrecoverable
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank, Step
+from regrow.journal import Damaged
 from regrow.plan import Copy, Holding, Load, Own, Plan, Settle, Undo, make_plan
 from regrow.run.flow import Flow
 from regrow.run.link import Link
@@ -111,7 +112,8 @@ class Healer:
                 if not self._may_retry(error, generation):
                     raise
                 problem = f"{type(error).__name__}: {error}"
-            self.wait_for_newer(generation, problem)
+                found_here = isinstance(error.__cause__, (Damaged, checkpoint.DamagedCheckpoint))
+            self.wait_for_newer(generation, problem, found_here=found_here)
 
     def _may_retry(self, error: Exception, generation: Generation) -> bool:
         if isinstance(error, Unrecoverable):
@@ -120,9 +122,13 @@ class Healer:
             return True
         return not self._fabric.intact() or self._link.generation != generation
 
-    def wait_for_newer(self, generation: Generation, problem: str) -> None:
-        """Wait for the generation after a failed one; ask for it when no one else has noticed anything."""
-        newer = self._link.wait_for(lambda world: world.generation > generation, timeout_s=2 * self._dead_after_s)
+    def wait_for_newer(self, generation: Generation, problem: str, *, found_here: bool = False) -> None:
+        """Wait for the generation after a failed one.
+
+        Ask for it when no one else has noticed anything, and at once if what is wrong can be known only here.
+        """
+        patience_s = 0.0 if found_here else 2 * self._dead_after_s
+        newer = self._link.wait_for(lambda world: world.generation > generation, timeout_s=patience_s)
         if not newer:
             self._link.send({"type": "suspect", "generation": generation, "why": problem[:500]})
             limit = self._link.world.setup_deadline_s

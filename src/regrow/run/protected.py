@@ -19,6 +19,7 @@ from regrow.errors import PeerLost, RegrowError
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
+from regrow.journal import Damaged
 from regrow.run import warm
 from regrow.run.base import Run
 from regrow.run.heal import Healer
@@ -59,6 +60,7 @@ class ProtectedRun(Run):
         self._in_step = False
         self._interrupted: str | None = None
         self._woken_t = 0.0
+        self._found_here = False
         self._attempt = 0
         self._waiting = False
         self._warned = False
@@ -161,6 +163,7 @@ class ProtectedRun(Run):
             stages.transport.begin(healer.step)
         except PeerLost as lost:
             self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
+            self._found_here = isinstance(lost.__cause__, Damaged)
             return False
         return True
 
@@ -238,7 +241,10 @@ class ProtectedRun(Run):
         woken_t = time.time() if problem is None else self._woken_t
         if self._link.generation == self._fabric.generation:
             self._fabric.abort(problem or "")
-            healer.wait_for_newer(Generation(self._fabric.generation), problem or "a new generation began")
+            healer.wait_for_newer(
+                Generation(self._fabric.generation), problem or "a new generation began", found_here=self._found_here
+            )
+            self._found_here = False
         self._link.send(
             {
                 "type": "event",
