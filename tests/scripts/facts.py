@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-DIFFERENT = {"REGROW_RUN_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "REGROW_AGENT", "REGROW_TOKEN"}
+DIFFERENT = {"REGROW_RUN_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "REGROW_AGENT", "REGROW_TOKEN", "REGROW_SCRATCH"}
 
 
 class Defined:
