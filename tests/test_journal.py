@@ -99,6 +99,34 @@ def test_memory_is_bounded_and_the_rest_is_on_disk(journal, tmp_path):
     assert journal.kept_from == 100
 
 
+def test_messages_larger_than_a_segment_stay_within_the_bound(journal):
+    for step in range(30):
+        write(journal, step, torch.randn(10_000))
+    journal.drop_before(30)  # leaves free segments, each too small for what comes now
+    sent = {step: torch.randn(60_000) for step in range(30, 60)}
+    for step, tensor in sent.items():
+        write(journal, step, tensor)
+        assert journal.memory_bytes <= 1 << 20
+    for step, tensor in sent.items():
+        assert torch.equal(values(read(journal, step)[0]), tensor)
+
+
+def test_a_spilled_segment_that_is_gone_is_not_asked_for_again(journal, tmp_path):
+    for step in range(60):
+        write(journal, step, torch.randn(10_000))
+    for path in (tmp_path / "spill").iterdir():
+        path.unlink()
+    server = Server(journal, "127.0.0.1", "secret")
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    try:
+        with pytest.raises(Damaged, match="any more"):
+            fetcher.get(0)
+        assert len(fetcher.get(59)[TO_1]) == 1
+    finally:
+        fetcher.close()
+        server.close()
+
+
 def test_a_message_larger_than_all_memory(journal):
     tensor = torch.randn(1 << 20)
     write(journal, 0, tensor)
@@ -179,8 +207,13 @@ def test_where_a_rank_goes_on(journal):
     assert journal.kept_from == 0
     journal.start_at(3)  # back to a checkpoint: what was sent before is there still
     assert journal.kept_from == 0 and read(journal, 3) == [] and len(read(journal, 2)) == 1
+    journal.begin(3)
+    journal.append(1, 3, TO_1, torch.ones(1))
     journal.start_at(4)  # a replica's state was copied: step 3 was never completed here
-    assert journal.kept_from == 4 and read(journal, 2) == []
+    assert journal.kept_from == 0 and len(read(journal, 2)) == len(read(journal, 3)) == 1
+    assert journal.partial(3) and not journal.partial(2)
+    journal.start_at(7)  # of what lies between nothing is there
+    assert journal.kept_from == 7 and read(journal, 2) == []
 
 
 def test_channels_within_a_domain_are_kept_for_a_moment(journal):
@@ -189,6 +222,17 @@ def test_channels_within_a_domain_are_kept_for_a_moment(journal):
     journal.drop_channels(0, lambda channel: channel.peer == 2)
     assert len(read(journal, 0, 1)) == 1 and read(journal, 0, 2) == []
     assert journal.kept_from == 0
+    server = Server(journal, "127.0.0.1", "secret")
+    near = Fetcher(0, server.address, "secret", me=2, at_home=True)
+    far = Fetcher(0, server.address, "secret", me=1)
+    try:
+        assert len(far.get(0)[TO_1]) == 1
+        with pytest.raises(Damaged, match="any more"):
+            near.get(0)
+    finally:
+        near.close()
+        far.close()
+        server.close()
 
 
 def test_another_rank_gets_its_messages(journal):

@@ -86,6 +86,13 @@ def test_a_stage_with_a_replica_is_copied_and_one_without_is_replayed():
     assert "load     ranks 1, 3: the checkpoint of step 5" in rest[-1]
 
 
+def test_the_first_stage_of_one_of_two_pipelines():
+    """Its neighbour cannot complete the step, that one's replica has: it copies it, and serves what it has sent."""
+    faults = [Fault(point="in_backward", rank=2, step=step, nth=nth) for step, nth in ((3, 2), (6, 8), (8, 9))]
+    job = check("--steps", "12", "--replicas", "2", nproc=4, faults=faults, spares=2)
+    assert all("copy     rank" in plan for plan in job.plans())
+
+
 def test_a_collective_between_stages():
     faults = [Fault(point="in_backward", rank=1, step=8, nth=2)]
     check("--steps", "11", "--mean", "--schedule", "hand", nproc=3, faults=faults, spares=1)

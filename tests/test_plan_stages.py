@@ -111,6 +111,23 @@ def test_an_update_that_cannot_be_taken_back_goes_to_the_checkpoint():
     assert [action.own for action in actions(plan, Settle)] == [Own.CHECKPOINT, Own.CAPTURED]
 
 
+def test_a_replica_that_has_loaded_the_checkpoint_already_is_no_source_for_one_that_has_not():
+    """A failure came between the two: who stands elsewhere knows its own random numbers from the checkpoint only."""
+    other = held(2, None, saved=(5,), domain="x")
+    for late in (held(1, 9, stage=0, saved=(5,)), held(1, None, stage=0, saved=(5,), own_steps=(Step(9),))):
+        plan = make_plan([held(0, 5, saved=(5,)), late, other])
+        assert plan.positions == (5, 5, 5)
+        assert actions(plan, Load) == [Load(rank=1, step=5), Load(rank=2, step=5)]
+        assert actions(plan, Copy) == []
+
+
+def test_who_copies_a_step_has_sent_what_its_replica_has_unless_it_was_found_otherwise():
+    rows = [held(0, 9), held(1, 8, stage=0), held(2, 8)]
+    assert make_plan(rows).positions == (9, 9, 8)
+    missing = held(2, 8, damaged=((Rank(1), Step(8)),))
+    assert make_plan([*rows[:2], missing]).positions == (0, 0, 8)
+
+
 def test_nothing_is_left():
     with pytest.raises(Unrecoverable, match="no checkpoint on its storage"):
         make_plan([held(0, 5), held(1, None, saved=())])
@@ -145,7 +162,7 @@ def pipelines(draw):
 
 def possible(rows, positions):
     return all(
-        positions[a.rank] <= positions[b.rank] or _served(a, b, positions[b.rank], {})
+        positions[a.rank] <= positions[b.rank] or _served(a, b, positions[b.rank], positions[a.rank], {})
         for a, b in itertools.permutations(rows, 2)
     )
 

@@ -2,6 +2,6 @@
 
 from regrow.journal.log import Journal
 from regrow.journal.record import Channel, Damaged, Record
-from regrow.journal.serve import Fetcher, Server
+from regrow.journal.serve import Fetcher, Messages, Server
 
-__all__ = ["Channel", "Damaged", "Fetcher", "Journal", "Record", "Server"]
+__all__ = ["Channel", "Damaged", "Fetcher", "Journal", "Messages", "Record", "Server"]

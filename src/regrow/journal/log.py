@@ -4,7 +4,7 @@ The training thread copies a message once and goes on. A background thread adds 
 to disk before memory runs short. When the disk cannot keep up, the training thread waits, and that is reported; when it
 cannot be written at all, the oldest steps are given up, and that is said: training never ends for the journal's sake.
 
-Only the training thread appends and begins steps; any thread may read, drop and ask.
+Only the training thread begins steps; any thread may append, read, drop and ask.
 """
 
 from __future__ import annotations
@@ -78,10 +78,13 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._on_event = on_event
         self._changed = threading.Condition()
+        self._appending = threading.Lock()  # a collective's result is taken down by whichever thread learns of it
         self._segments: deque[_Segment] = deque()
         self._free: list[tuple[np.ndarray[Any, np.dtype[np.uint8]], torch.Tensor]] = []
         self._in_memory = 0
         self._unsealed: deque[_Entry] = deque()
+        self._thinned: set[int] = set()
+        self._partial: set[int] = set()
         self._index: dict[int, dict[Channel, list[_Entry]]] = {}
         self._count = 0
         self._next = 0
@@ -100,8 +103,15 @@ class Journal:
     # the training thread ---------------------------------------------------------------------------------------------
 
     def start_at(self, step: int) -> None:
-        """This rank goes on at ``step``: earlier steps are kept if they are all there, later ones are forgotten."""
+        """This rank goes on at ``step``: earlier steps are kept if they are all there, later ones are forgotten.
+
+        A step that was begun and not completed is kept if the state after it was copied from a replica: perhaps all of
+        it was sent.
+        """
         with self._changed:
+            if step == self._next + 1 and self._next in self._index:
+                self._partial.add(self._next)
+                self._next = step
             gap = step > self._next or step < self._from
             for later in [known for known in self._index if known >= step or gap]:
                 self._forget(later)
@@ -122,6 +132,10 @@ class Journal:
 
     def append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor) -> None:
         """Take down a message. When this returns it is in the journal, whatever the caller does to the tensor."""
+        with self._appending:
+            self._append(generation, step, channel, tensor)
+
+    def _append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor) -> None:
         rows = self._index.setdefault(step, {}).setdefault(channel, [])
         description = record.describe(generation, step, channel, len(rows), tensor)
         payload_bytes = tensor.numel() * tensor.element_size()
@@ -155,11 +169,17 @@ class Journal:
             if last is not None:
                 last.full = True
                 self._changed.notify_all()
-            while not self._free and self._in_memory + size > self._memory_bytes and self._spillable():
-                if not self._changed.wait(_WAIT_S):
+            large = size != self._segment_bytes
+            while self._in_memory + size > self._memory_bytes and (large or not self._free):
+                if self._free:  # too small for this one: give it back
+                    self._free.pop()
+                    self._in_memory -= self._segment_bytes
+                elif not self._spillable():
+                    break
+                elif not self._changed.wait(_WAIT_S):
                     self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
             waited = time.monotonic() - began
-            if self._free and size == self._segment_bytes:
+            if self._free and not large:
                 memory, tensor = self._free.pop()
             else:
                 tensor = torch.zeros(size, dtype=torch.uint8)  # touched now, not while the step waits for a page
@@ -217,7 +237,16 @@ class Journal:
             channels = self._index.get(step, {})
             for channel in [channel for channel in channels if unwanted(channel)]:
                 self._release(channels.pop(channel))
+                self._thinned.add(step)
             self._sweep()
+
+    def partial(self, step: int) -> bool:
+        """Whether a step was not completed here, so that something may be missing of what it sent."""
+        return step in self._partial
+
+    def thinned(self, step: int) -> bool:
+        """Whether what a step sent within its domain is gone."""
+        return step in self._thinned
 
     def read(self, step: int, peer: int) -> list[bytes]:
         """Return the records of what was sent to a rank (or to all) in a step, as they lie there, damage included."""
@@ -258,6 +287,8 @@ class Journal:
     def _forget(self, step: int) -> None:
         for rows in self._index.pop(step, {}).values():
             self._release(rows)
+        self._thinned.discard(step)
+        self._partial.discard(step)
         self._sweep()
 
     def _release(self, rows: list[_Entry]) -> None:

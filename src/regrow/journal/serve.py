@@ -11,7 +11,8 @@ import hmac
 import socket
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from regrow import wire
 from regrow.errors import PeerLost
@@ -20,6 +21,7 @@ from regrow.journal.log import Journal
 from regrow.journal.record import Channel, Damaged, Record
 
 _TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.25
 
 
 class Server:
@@ -52,14 +54,27 @@ class Server:
             connection.settimeout(None)  # it may be long until the next step is asked for; its end ends this thread
             while True:
                 head = wire.recv_frame(connection).head
-                for part in self._journal.read(int(head["step"]), int(head["peer"])):
+                step = int(head["step"])
+                parts, kept_from = self._read(step, int(head["peer"]))
+                for part in parts:
                     connection.sendall(wire.encode({"type": "record"}, part))
-                connection.sendall(wire.encode({"type": "end", "from": self._journal.kept_from}))
+                facts = {"thinned": self._journal.thinned(step), "partial": self._journal.partial(step)}
+                connection.sendall(wire.encode({"type": "end", "from": kept_from, **facts}))
         except (OSError, EOFError, KeyError, TypeError, ValueError):
             pass  # the other side is gone, or is no rank of this run
         finally:
             self._open.discard(connection)
             connection.close()
+
+    def _read(self, step: int, peer: int) -> tuple[list[bytes], int]:
+        """Return the records of a step, and from which step on all are there: a later one if these cannot be had."""
+        try:
+            parts = self._journal.read(step, peer)
+        except OSError:  # a spilled segment is gone
+            return [], step + 1
+        if any(len(part) > wire.MAX_BLOB_BYTES for part in parts):
+            return [], step + 1
+        return parts, self._journal.kept_from
 
     def close(self) -> None:
         """Stop listening and drop all connections."""
@@ -69,17 +84,32 @@ class Server:
         self._socket.close()
 
 
-Messages = dict[Channel, deque[Record]]
+class Messages(dict[Channel, deque[Record]]):
+    """What one rank sent to another in one step. ``partial``: perhaps not all of it."""
+
+    partial = False
 
 
 class Fetcher:
     """Gets what one rank has sent to this one, a step ahead of its use."""
 
-    def __init__(self, rank: int, address: tuple[str, int], token: str, me: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: tuple[str, int],
+        token: str,
+        me: int,
+        *,
+        at_home: bool = False,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``at_home``: both ranks are of one domain, so that what is asked for is kept for a moment only."""
         self._rank = rank
         self._me = me
         self._address = address
         self._token = token
+        self._at_home = at_home
+        self._superseded = superseded
         self._socket: socket.socket | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"regrow-fetch-{rank}")
         self._ahead: dict[int, Future[Messages]] = {}
@@ -93,7 +123,11 @@ class Fetcher:
         future = self._ahead.pop(step, None) or self._pool.submit(self._fetch, step)
         if then is not None and then not in self._ahead:
             self._ahead[then] = self._pool.submit(self._fetch, then)
-        return future.result(2 * _TIMEOUT_S)
+        # No limit for all of it: it may be much. The socket has one for each piece.
+        while not wait([future], _LOOK_EVERY_S).done:
+            if self._superseded():
+                raise PeerLost(f"a new generation began while step {step} of rank {self._rank} was fetched")
+        return future.result()
 
     def _fetch(self, step: int) -> Messages:
         try:
@@ -101,7 +135,7 @@ class Fetcher:
                 self._socket = socket.create_connection(self._address, _TIMEOUT_S)
                 self._socket.sendall(wire.encode({"type": "hello", "token": self._token}))
             self._socket.sendall(wire.encode({"type": "fetch", "step": step, "peer": self._me}))
-            found: Messages = {}
+            found = Messages()
             while (frame := wire.recv_frame(self._socket)).head["type"] == "record":
                 where = f"a record of step {step} in the journal of rank {self._rank}"
                 item = record.read(memoryview(bytearray(frame.blob)), where)
@@ -115,8 +149,9 @@ class Fetcher:
         except Damaged:
             self._disconnect()  # in the middle of an answer
             raise
-        if int(frame.head["from"]) > step:
+        if int(frame.head["from"]) > step or (self._at_home and frame.head["thinned"]):
             raise Damaged(f"step {step} is not in the journal of rank {self._rank} any more")
+        found.partial = bool(frame.head["partial"])
         return found
 
     def _disconnect(self) -> None:
@@ -126,5 +161,9 @@ class Fetcher:
 
     def close(self) -> None:
         """Drop the connection; nothing can be asked for afterwards."""
+        connection = self._socket
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
         self._disconnect()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -83,9 +83,9 @@ def latest_positions(stages: Stages) -> dict[int, Step]:
         position = {stage: steps[0] for stage, steps in left.items()}
         lowered = False
         for stage, behind, ahead, receiver in _apart(stages, position):
-            if _served(ahead, receiver, behind, missing):
+            if _served(ahead, receiver, behind, position[stage], missing):
                 continue
-            left[stage] = [step for step in left[stage] if step <= behind]
+            left[stage] = left[stage][1:]
             lowered = True
             break
         if not lowered:
@@ -102,11 +102,13 @@ def _apart(stages: Stages, position: Mapping[int, Step]) -> Iterator[tuple[int, 
                         yield stage, position[other], ahead, behind
 
 
-def _served(ahead: Holding, behind: Holding, since: Step, missing: Mapping[Rank, Step]) -> bool:
-    """Whether the one ahead has in its journal what it sent to the one behind since that step."""
+def _served(ahead: Holding, behind: Holding, since: Step, upto: Step, missing: Mapping[Rank, Step]) -> bool:
+    """Whether the one ahead has in its journal what it sent to the one behind from one step on, and before another."""
     kept = ahead.recent_from if ahead.domain == behind.domain else ahead.journal_from
-    if ahead.fresh or kept is None or since < kept:
+    if ahead.step is None or ahead.step < upto - 1 or kept is None or since < kept:
         return False
+    # Who stands one step before, and copies a replica's state, has most likely sent all of that step: its replica could
+    # not have completed it otherwise. If something is missing after all, the journal says so, and this is planned anew.
     damaged = missing.get(ahead.rank)
     return damaged is None or since > damaged
 
@@ -157,7 +159,7 @@ def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
                     actions.append(Undo(rank=holding.rank, to_step=step, params=holding.updated, exact=holding.exact))
                     if not holding.exact:
                         warnings.append(f"rank {holding.rank}: the undo is arithmetic, within a few ulp")
-            elif sources:
+            elif sources and _can_copy(holding, step):
                 own = own_at(holding, step)
                 actions.append(
                     Copy(rank=holding.rank, sources=sources, step=step, params=None, staged=not holding.fresh)

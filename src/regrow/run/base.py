@@ -70,6 +70,10 @@ class Run(ABC):
                 raise ValueError(f"protect(stage={stage!r}): a number is needed, the same on replicas of one stage")
             if self._stage not in (None, stage):
                 raise ValueError(f"protect(stage={stage}): it was {self._stage} before; a rank holds one stage")
+            if self._stage is None and self._loader is not None:
+                raise ValueError(
+                    "protect(stage=...) must come before, or together with, loader=: it says who shares it"
+                )
             self._stage = stage
         if checkpoint_every is not None:
             if checkpoint_every < 1:

@@ -57,7 +57,12 @@ class Contact:
     def _initialize(
         self, stages: list[Any], args: Any, kwargs: Any, target: Any, forward: bool, backward: bool, **more: Any
     ) -> Any:
-        if forward:  # it was made before; what is left to do asks nobody
+        if forward:
+            if self._schedule._has_backward != backward:
+                raise ValueError(
+                    "a protected pipeline schedule cannot change between step() and eval() yet: make a second schedule "
+                    "over stages of its own for evaluation, and protect it, too"
+                )
             return self._original(stages, args, kwargs, target, forward, backward, **more)
         given, self._record = self._record, None
         with self._preserving():

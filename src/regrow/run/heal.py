@@ -266,8 +266,10 @@ class Healer:
     def _load(self, step: Step) -> None:
         """Go back to this rank's own checkpoint: all of its state is then that of the step's start."""
         assert self._stages is not None
+        saved = self._stages.read(step)
         self._updates.complete()  # whatever the interrupted step has done is overwritten
-        saved = self._stages.load(step)
+        saved.install(self._registry)
+        self._stages.transport.move(step)
         self._small.load_shared(saved.small.shared, saved.small.large)
         self._small.load_own(saved.small.own, cursor=True)
         self._layouts = saved.small.layouts

@@ -238,13 +238,13 @@ class ProtectedRun(Run):
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
         problem, self._interrupted = self._interrupted, None
+        found_here, self._found_here = self._found_here, False
         woken_t = time.time() if problem is None else self._woken_t
         if self._link.generation == self._fabric.generation:
             self._fabric.abort(problem or "")
             healer.wait_for_newer(
-                Generation(self._fabric.generation), problem or "a new generation began", found_here=self._found_here
+                Generation(self._fabric.generation), problem or "a new generation began", found_here=found_here
             )
-            self._found_here = False
         self._link.send(
             {
                 "type": "event",

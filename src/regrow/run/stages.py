@@ -89,7 +89,6 @@ class Stages:
         self._roles = roles
         self._link = link
         self._fabric = fabric
-        self._registry = registry
         self._preserving = preserving
         self._every = checkpoint_every
         self._world = len(roles.stages)
@@ -112,6 +111,7 @@ class Stages:
             token=place.token,
         )
         self.transport.on_caught_up = self._caught_up
+        self.transport.superseded = lambda: link.generation != fabric.generation
         self._writer = checkpoint.Writer(self._directory, registry, self._written)
         self._bad: dict[Step, str] = {}
         self._committed: list[Step] = []
@@ -136,18 +136,18 @@ class Stages:
         }
 
     def envelope(self) -> dict[str, Any]:
-        """Return what others must know besides: where the journal is, and if first contacts were made."""
-        return {"journal": list(self._server.address), "contact": all(contact.made for contact in self.contacts)}
+        """Return what others must know besides: where the journal is, and which first contacts were made."""
+        return {"journal": list(self._server.address), "contacts": [contact.made for contact in self.contacts]}
 
     def resume(self, generation: int, positions: Sequence[Step], envelopes: Sequence[dict[str, Any]]) -> None:
         """All ranks know where all go on."""
-        if max(positions) > 0 and not all(envelope["contact"] for envelope in envelopes):
-            raise Unrecoverable(
-                "a stage was lost in its first contact with the others, but some have gone on without it"
-            )
-        if not all(envelope["contact"] for envelope in envelopes):
-            for contact in self.contacts:
-                contact.again()
+        for number, contact in enumerate(self.contacts):
+            made = [envelope["contacts"][number] for envelope in envelopes if number < len(envelope["contacts"])]
+            if all(made) or not any(made):
+                continue
+            if max(positions) > 0:
+                raise Unrecoverable("a stage was lost in its first contact with the others, but some have gone on")
+            contact.again()
         addresses = [(envelope["journal"][0], int(envelope["journal"][1])) for envelope in envelopes]
         self.transport.resume(generation, positions, addresses)
 
@@ -161,7 +161,10 @@ class Stages:
     def first(self, small: checkpoint.Small) -> None:
         """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed."""
         self._writer.save(Step(0), small)
-        self._writer.wait(_FIRST_S)
+        if not self._writer.wait(_FIRST_S):
+            self._say(
+                f"the first checkpoint is not written after {_FIRST_S:.0f} s; until it is, no lost stage can be healed"
+            )
 
     def at_start(self, step: Step, small: checkpoint.Small) -> None:
         """Take a checkpoint if one is due at the start of this step."""
@@ -174,15 +177,13 @@ class Stages:
         self._writer.save(step, small)
         self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
 
-    def load(self, step: Step) -> checkpoint.Saved:
-        """Read this rank's checkpoint and put its parameters in place."""
+    def read(self, step: Step) -> checkpoint.Saved:
+        """Read this rank's checkpoint; a damaged one is named, and not counted on again."""
         try:
-            saved = checkpoint.read(self._directory, step)
+            return checkpoint.read(self._directory, step)
         except checkpoint.DamagedCheckpoint as error:
             self._distrust(step, error)
             raise PeerLost(str(error)) from error
-        saved.install(self._registry)
-        return saved
 
     def _verify(self, step: Step) -> None:
         try:
@@ -201,6 +202,7 @@ class Stages:
             self._say(f"{self._writer.failure}; a failure now goes back to an earlier one")
             self._event("checkpoint_failed", step=step, why=self._writer.failure)
             return
+        self._bad.pop(step, None)
         self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
         threading.Thread(target=self._commit, args=(step,), name="regrow-commit", daemon=True).start()
 
@@ -219,8 +221,11 @@ class Stages:
         self._committed.append(step)
         self._gave_up = False
         self._journal.drop_before(step)
-        newest = sorted(self._committed)[-2:]
-        self._writer.remove_before(newest[0])  # the one before stays: should this one be damaged, all go back to it
+        there = [known for known in checkpoint.saved(self._directory) if known <= step and known not in self._bad]
+        for old in there[:-2]:  # the one before stays: should this one be damaged, all go back to it
+            self._link.send({"type": "kv_purge", "prefix": f"checkpoint/{self._roles.nonce}/{old}/"})
+        if there:
+            self._writer.remove_before(there[-2:][0])
         self._event("checkpoint_committed", step=step)
 
     def _caught_up(self, first: Step, last: Step, nbytes: int, seconds: float) -> None:

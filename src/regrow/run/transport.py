@@ -8,7 +8,6 @@ sends to a rank that has had it already goes nowhere but into the journal, which
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from regrow.errors import PeerLost
 from regrow.group import HealingGroup, RecordedWork, ReplayedWork, outputs_of
 from regrow.ids import Rank, Step
-from regrow.journal import Channel, Damaged, Fetcher, Journal, Record
+from regrow.journal import Channel, Damaged, Fetcher, Journal, Messages, Record
 
 RECENT_STEPS = 2
 """For how many steps messages within a failure domain are kept: survivors may stand one step apart."""
@@ -46,15 +45,18 @@ class Transport:
         self._first = Step(0)
         self._generation = 0
         self._ahead: frozenset[int] = frozenset()
-        self._recorded: dict[int, dict[Channel, deque[Record]]] = {}
+        self._recorded: dict[int, Messages] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._pending: list[RecordedWork] = []
+        self._numbers: dict[tuple[str, str], int] = {}
         self._recent = Step(0)
         self.damaged: set[tuple[Rank, Step]] = set()
         """Journals that were found damaged, and the step of the record."""
         self._began = 0.0
         self.on_caught_up: Callable[[Step, Step, int, float], None] = lambda *_: None
         """Told when nobody is ahead any more: first and last step of the replay, bytes fetched, seconds."""
+        self.superseded: Callable[[], bool] = lambda: False
+        """Asked while a journal is waited for: whether a newer generation has begun."""
         self._replayed_bytes = 0
 
     # generations and steps -------------------------------------------------------------------------------------------
@@ -67,7 +69,14 @@ class Transport:
         self._positions = positions
         mine = positions[self._rank]
         self._fetchers = {
-            rank: Fetcher(rank, addresses[rank], self._token, self._rank)
+            rank: Fetcher(
+                rank,
+                addresses[rank],
+                self._token,
+                self._rank,
+                at_home=self._domains[rank] == self._domains[self._rank],
+                superseded=self.superseded,
+            )
             for rank, position in enumerate(positions)
             if position > mine
         }
@@ -76,10 +85,16 @@ class Transport:
         self._journal.start_at(mine)
         self._first, self._began, self._replayed_bytes = mine, time.monotonic(), 0
 
+    def move(self, step: Step) -> None:
+        """This rank has taken up another state: what it sent in later steps was sent by the one that it was before."""
+        self._recent = step
+        self._journal.start_at(step)
+
     def begin(self, step: Step) -> None:
         """A step begins: what was sent to this rank in it by those ahead is fetched."""
         self._step = step
         self._pending.clear()
+        self._numbers.clear()
         self._ahead = frozenset(rank for rank, position in enumerate(self._positions) if position > step)
         self._journal.begin(step)
         self._recorded = {}
@@ -155,7 +170,7 @@ class Transport:
         ahead = [rank for rank in self._ranks(group) if rank in self._ahead]
         if not ahead:
             return None
-        channel = Channel(group.group_name, name, ALL, 0)
+        channel = self._numbered(group, name)
         outputs = outputs_of(name, args, kwargs)
         for tensor in outputs:
             self._next(ahead[0], channel).copy_to(tensor)
@@ -166,7 +181,7 @@ class Transport:
         """An operation is under way: keep what it gives, where another rank may have to be told later."""
         if name not in ALIKE or not isinstance(work, dist.Work) or not self._spans_stages(group):
             return work
-        channel = Channel(group.group_name, name, ALL, 0)
+        channel = self._numbered(group, name)
         outputs = outputs_of(name, args, kwargs)
         generation, step = self._generation, self._step
 
@@ -178,6 +193,12 @@ class Transport:
         recorded = RecordedWork(work, keep)
         self._pending.append(recorded)
         return recorded
+
+    def _numbered(self, group: HealingGroup, name: str) -> Channel:
+        """Return a channel for one collective alone: several may be under way, and be done in any order."""
+        key = (group.group_name, name)
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        return Channel(*key, ALL, number)
 
     def _send(self, group: HealingGroup, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work | None:
         peer = self._ranks(group)[dst]
@@ -197,6 +218,9 @@ class Transport:
 
     def _next(self, peer: int, channel: Channel) -> Record:
         records = self._recorded[peer].get(channel)
+        if not records and self._recorded[peer].partial:
+            self.damaged.add((Rank(peer), self._step))
+            raise PeerLost(f"rank {peer} was interrupted before it had sent all of step {self._step}")
         if not records:
             raise ValueError(
                 f"rank {peer} sent nothing more to rank {self._rank} in step {self._step} over {channel.group!r} (tag "
