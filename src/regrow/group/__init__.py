@@ -1,8 +1,8 @@
 """The healing process group: a torch.distributed backend that is aborted and reconnected in place."""
 
 from regrow.group.fabric import Fabric, Mode
-from regrow.group.healing import HealingGroup
+from regrow.group.healing import MESSAGES, HealingGroup
 from regrow.group.record import Recorder, outputs_of
 from regrow.group.work import RecordedWork, ReplayedWork
 
-__all__ = ["Fabric", "HealingGroup", "Mode", "RecordedWork", "Recorder", "ReplayedWork", "outputs_of"]
+__all__ = ["MESSAGES", "Fabric", "HealingGroup", "Mode", "RecordedWork", "Recorder", "ReplayedWork", "outputs_of"]

@@ -27,6 +27,7 @@ from regrow.journal.record import Channel
 SEGMENT_BYTES = 8 << 20
 DEFAULT_MEMORY_BYTES = 256 << 20
 _WAIT_S = 60.0
+_WORTH_SAYING_S = 0.005
 
 Event = Callable[..., None]
 
@@ -164,11 +165,12 @@ class Journal:
         if last is not None and not last.full and last.size - last.used >= length:
             return last
         size = max(self._segment_bytes, length)
-        began = time.monotonic()
+        waited = 0.0
         with self._changed:
             if last is not None:
                 last.full = True
                 self._changed.notify_all()
+            began = time.monotonic()
             large = size != self._segment_bytes
             while self._in_memory + size > self._memory_bytes and (large or not self._free):
                 if self._free:  # too small for this one: give it back
@@ -176,9 +178,10 @@ class Journal:
                     self._in_memory -= self._segment_bytes
                 elif not self._spillable():
                     break
-                elif not self._changed.wait(_WAIT_S):
-                    self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
-            waited = time.monotonic() - began
+                else:
+                    if not self._changed.wait(_WAIT_S):
+                        self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
+                    waited = time.monotonic() - began
             if self._free and not large:
                 memory, tensor = self._free.pop()
             else:
@@ -188,7 +191,7 @@ class Journal:
             segment = _Segment(self._count, memory, tensor, size)
             self._count += 1
             self._segments.append(segment)
-        if waited > 0.001:
+        if waited > _WORTH_SAYING_S:
             self.waited_s += waited
             self._on_event("journal_waited", seconds=waited, memory_bytes=self._memory_bytes)
         return segment

@@ -335,7 +335,8 @@ class ProtectedRun(Run):
             return
         assert self._healer is not None and self._healer.step is not None
         assert self._small is not None and self._updates is not None
-        self._small.publish(self._healer.step)
+        if self._stages is None or self._stages.publishes(op):
+            self._small.publish(self._healer.step)
         if self._updates.begun and not self._wait_free:
             self._updates.expect_failures_after_update()
         if op not in _REDUCTIONS_BY_BROADCAST:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.errors import LinkLost, PeerLost, Unrecoverable
-from regrow.group import Fabric
+from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
 from regrow.run.contact import Contact
@@ -95,6 +95,7 @@ class Stages:
         stage = roles.stages[rank]
         assert stage is not None
         self.stage = stage
+        self._has_replicas = len(roles.replicas(rank)) > 1
         self.domain = roles.domains[rank]
         # a name of its own: what an earlier run has left in the same place must never be taken for this one's
         base = Path(checkpoint_dir) if checkpoint_dir is not None else place.scratch
@@ -150,6 +151,13 @@ class Stages:
             contact.again()
         addresses = [(envelope["journal"][0], int(envelope["journal"][1])) for envelope in envelopes]
         self.transport.resume(generation, positions, addresses)
+
+    def publishes(self, op: str) -> bool:
+        """Whether a replica may complete the step by this operation, so that a replacement needs what was drawn so far.
+
+        Without replicas it takes all that from the checkpoint.
+        """
+        return self._has_replicas and op not in MESSAGES
 
     def abandon(self) -> None:
         """Forget an interrupted step."""
