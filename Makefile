@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-all demo demo-pipeline bench chaos format clean
+.PHONY: setup check test test-all demo demo-pipeline bench bench-pipeline chaos format clean
 
 setup: $(READY)
 
@@ -35,6 +35,9 @@ demo-pipeline: setup
 
 bench: setup
 	$(BIN)/python bench/data_parallel.py
+
+bench-pipeline: setup
+	$(BIN)/python bench/pipeline.py
 
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 500

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,6 +59,16 @@ class Figure:
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def conclude(out: Path, result: dict[str, Any], figures: list[Figure]) -> int:
+    """Write the figures down and say whether all bounds hold; return the exit code."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    missed = [figure.name for figure in figures if figure.bound and not figure.holds(figure.median())]
+    verdict = f"missed: {', '.join(missed)}" if missed else "all bounds hold"
+    say(f"written to {out.relative_to(HERE.parent)}; {verdict}")
+    return 1 if missed else 0
 
 
 # jobs ----------------------------------------------------------------------------------------------------------------
@@ -377,12 +388,7 @@ def main() -> int:
         for name, figure in measure(workers, dice, args.rounds).items():
             result.setdefault(name, {})[str(workers)] = figure.to_json()
             figures.append(figure)
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(result, indent=1) + "\n")
-    missed = [figure.name for figure in figures if figure.bound and not figure.holds(figure.median())]
-    verdict = f"missed: {', '.join(missed)}" if missed else "all bounds hold"
-    say(f"written to {OUT.relative_to(HERE.parent)}; {verdict}")
-    return 1 if missed else 0
+    return conclude(OUT, result, figures)
 
 
 if __name__ == "__main__":

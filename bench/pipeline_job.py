@@ -78,17 +78,21 @@ def make_synchronous(run: regrow.Run, directory: Path) -> None:
     journal.append = synchronous
 
 
+def protect(run: regrow.Run, trainer: Trainer, every: int) -> None:
+    run.protect(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        schedule=trainer.schedule,
+        stage=run.rank,
+        checkpoint_every=every,
+    )
+
+
 def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Take a protected and a plain step in turn, now one first and now the other, and time each."""
     plain_group = dist.new_group(backend="gloo")
     plain, ours = Trainer(plain_group, 0.0), Trainer(None, 0.0)
-    run.protect(
-        model=ours.model,
-        optimizer=ours.optimizer,
-        schedule=ours.schedule,
-        stage=run.rank,
-        checkpoint_every=args.checkpoint_every,
-    )
+    protect(run, ours, args.checkpoint_every)
     iterator = run.steps(args.steps)
 
     def protected_step() -> None:
@@ -124,13 +128,7 @@ def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
 def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Train and write when each step was done; for recovery times."""
     ours = Trainer(None, args.wait_s)
-    run.protect(
-        model=ours.model,
-        optimizer=ours.optimizer,
-        schedule=ours.schedule,
-        stage=run.rank,
-        checkpoint_every=args.checkpoint_every,
-    )
+    protect(run, ours, args.checkpoint_every)
     for step in run.steps(args.steps):
         with step:
             ours.step()

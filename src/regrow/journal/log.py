@@ -155,9 +155,8 @@ class Journal:
             segment.entries.append(entry)
             segment.wanted += 1
             rows.append(entry)
-            self._unsealed.append(entry)
+            self._unsealed.append(entry)  # sealed within a second, or when asked for: nobody is woken for each message
             self.bytes_appended += payload_bytes
-            self._changed.notify_all()
 
     def _room(self, length: int) -> _Segment:
         """Return a segment with room for this many bytes; waits while all memory is taken."""
