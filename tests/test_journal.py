@@ -95,7 +95,9 @@ def test_memory_is_bounded_and_the_rest_is_on_disk(journal, tmp_path):
         assert torch.equal(values(read(journal, step)[0]), tensor)
     journal.drop_before(100)
     assert read(journal, 50) == []
-    assert not list((tmp_path / "spill").iterdir())
+    deadline = time.monotonic() + 10
+    while list((tmp_path / "spill").iterdir()):  # one may be in the middle of being written
+        assert time.monotonic() < deadline
     assert journal.kept_from == 100
 
 
@@ -161,8 +163,10 @@ def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
         for step in range(100):
             write(journal, step, torch.full((10_000,), float(step)))
         assert 0 < journal.kept_from < 99
-        for step in range(journal.kept_from, 100):
-            assert values(read(journal, step)[0])[0] == step
+        for step in range(100):
+            found = read(journal, step)
+            if step >= journal.kept_from:  # asked after: more may be given up meanwhile
+                assert values(found[0])[0] == step
         assert {name for name, _ in said} >= {"journal_given_up"}
         assert max(fields["through_step"] for name, fields in said if name == "journal_given_up") < journal.kept_from
     finally:
