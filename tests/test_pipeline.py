@@ -87,10 +87,13 @@ def test_a_stage_with_a_replica_is_copied_and_one_without_is_replayed():
 
 
 def test_the_first_stage_of_one_of_two_pipelines():
-    """Its neighbour cannot complete the step, that one's replica has: it copies it, and serves what it has sent."""
+    """Its neighbour may not complete the step while that one's replica does: it copies it, and serves what it has sent.
+
+    Or all go back to the checkpoint, if it was interrupted before it had sent all; the result is the same.
+    """
     faults = [Fault(point="in_backward", rank=2, step=step, nth=nth) for step, nth in ((3, 2), (6, 8), (8, 9))]
     job = check("--steps", "12", "--replicas", "2", nproc=4, faults=faults, spares=2)
-    assert all("copy     rank" in plan for plan in job.plans())
+    assert "copy     rank 2: everything at step 3 from rank 0" in job.plans()[0]
 
 
 def test_a_collective_between_stages():
