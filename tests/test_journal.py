@@ -302,3 +302,31 @@ def test_frames_larger_than_one_read(journal):
         server.close()
     assert time.monotonic() - began < 30
     assert tensor.nbytes < wire.MAX_BLOB_BYTES
+
+
+def test_what_is_being_sent_stays_where_it_is(tmp_path):
+    """A pinned message is neither spilled nor overwritten, also when nobody wants its record any more."""
+    journal = Journal(tmp_path, memory_bytes=1 << 20, segment_bytes=64 << 10)
+    sent = torch.arange(4096.0)
+    pin = journal.append(1, 0, TO_1, sent, pin=True)
+    journal.complete(0)
+    for step in range(1, 200):
+        journal.begin(step)
+        journal.append(1, step, TO_1, torch.full((4096,), -1.0))
+        journal.complete(step)
+        journal.drop_before(step - 3)
+    assert torch.equal(pin.tensor, sent)
+    journal.unpin([pin])
+    assert journal.memory_bytes <= 1 << 20
+    journal.close()
+
+
+def test_pins_are_refused_rather_than_let_memory_grow(tmp_path):
+    journal = Journal(tmp_path, memory_bytes=1 << 20, segment_bytes=64 << 10)
+    pins = [journal.append(1, 0, TO_1, torch.ones(16 << 10), pin=True) for _ in range(64)]
+    taken = [pin for pin in pins if pin is not None]
+    assert 0 < len(taken) <= 4
+    assert journal.memory_bytes <= 1 << 20
+    journal.unpin(taken)
+    assert journal.append(1, 0, TO_1, torch.ones(16 << 10), pin=True) is not None
+    journal.close()

@@ -7,7 +7,6 @@ be torn down in the middle of it and take the process's exit code with it; one t
 from __future__ import annotations
 
 import atexit
-import queue
 import threading
 import time
 import weakref
@@ -19,8 +18,7 @@ Result = TypeVar("Result")
 _EXIT_WAIT_S = 2.0
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _before_exit: list[Callable[[], None]] = []
-_idle: list[queue.SimpleQueue[Waiting | None]] = []
-"""Where the threads that wait for an errand take it from; ``None`` ends them."""
+_idle: list[_Waiter] = []
 
 
 def start(name: str, target: Callable[..., None], *args: Any) -> None:
@@ -42,8 +40,8 @@ def on_exit(call: Callable[[], None]) -> None:
 def _wait_at_exit() -> None:
     for call in _before_exit:
         call()
-    for inbox in _idle:
-        inbox.put(None)
+    while _idle:
+        _idle.pop().give(None)
     deadline = time.monotonic() + _EXIT_WAIT_S
     while time.monotonic() < deadline:
         alive = [thread for thread in list(_threads) if thread.is_alive()]
@@ -89,29 +87,55 @@ class Waiting:
     """One blocking call in a thread that is kept for the next one."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
-        self.done = threading.Event()
+        self._call = call
+        self._over = threading.Lock()  # bare locks: a message is waited for in the middle of a step
+        self._over.acquire()
         self.failure: Exception | None = None
+
+    def over(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it came within the time. Once it has, do not ask again."""
+        return self._over.acquire(timeout=timeout_s)
+
+    def run(self) -> None:
+        """Make the call, in the thread that may block."""
+        try:
+            self._call()
+        except Exception as failure:  # noqa: BLE001 (whatever gloo raises is raised where it was waited for)
+            self.failure = failure
+        self._over.release()
+
+
+class _Waiter:
+    """A thread that makes such calls, one at a time."""
+
+    def __init__(self) -> None:
+        self._given = threading.Lock()
+        self._given.acquire()
+        self._errand: Waiting | None = None
+        start("regrow-wait", self._run)
+
+    def give(self, errand: Waiting | None) -> None:
+        """Let it make this call; ``None`` ends the thread."""
+        self._errand = errand
+        self._given.release()
+
+    def _run(self) -> None:
+        while True:
+            self._given.acquire()
+            errand, self._errand = self._errand, None
+            if errand is None:
+                return
+            errand.run()
+            del errand
+            _idle.append(self)
 
 
 def waiting(call: Callable[[], object]) -> Waiting:
     """Make a blocking call in another thread; if it never ends, that thread is never used again."""
     errand = Waiting(call)
     try:
-        inbox = _idle.pop()
+        waiter = _idle.pop()
     except IndexError:
-        inbox = queue.SimpleQueue()
-        start("regrow-wait", _wait_for_errands, inbox)
-    inbox.put(errand)
+        waiter = _Waiter()
+    waiter.give(errand)
     return errand
-
-
-def _wait_for_errands(inbox: queue.SimpleQueue[Waiting | None]) -> None:
-    while (errand := inbox.get()) is not None:
-        try:
-            errand.call()
-        except Exception as failure:  # noqa: BLE001 (whatever gloo raises is raised where it was waited for)
-            errand.failure = failure
-        errand.done.set()
-        del errand
-        _idle.append(inbox)

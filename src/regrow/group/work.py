@@ -99,7 +99,7 @@ class LiveMessage(LiveWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait in another thread, which is left behind where gloo has forgotten the message."""
         errand = helpers.waiting(lambda: self._live.wait(timeout) if timeout else self._live.wait())
-        while not errand.done.wait(LOOK_EVERY.total_seconds()):
+        while not errand.over(LOOK_EVERY.total_seconds()):
             if self._network.given_up():
                 raise self._lost()
         if errand.failure is not None:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class _Segment:
     entries: list[_Entry] = field(default_factory=list)
     wanted: int = 0
     """How many of its records may still be asked for."""
+    pinned: int = 0
+    """How many of its records are being sent right now: their memory stays as it is."""
     path: Path | None = None
     full: bool = False
 
@@ -59,6 +61,14 @@ class _Entry:
     channel: Channel
     sealed: bool = False
     wanted: bool = True
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A message in the journal's own memory, which stays there unchanged until ``unpin``: it can be sent from there."""
+
+    tensor: torch.Tensor
+    entry: _Entry
 
 
 class Journal:
@@ -83,6 +93,7 @@ class Journal:
         self._segments: deque[_Segment] = deque()
         self._free: list[tuple[np.ndarray[Any, np.dtype[np.uint8]], torch.Tensor]] = []
         self._in_memory = 0
+        self._pinned_bytes = 0
         self._unsealed: deque[_Entry] = deque()
         self._thinned: set[int] = set()
         self._partial: set[int] = set()
@@ -131,12 +142,17 @@ class Journal:
         """All of a step is sent."""
         self._next = step + 1
 
-    def append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor) -> None:
-        """Take down a message. When this returns it is in the journal, whatever the caller does to the tensor."""
-        with self._appending:
-            self._append(generation, step, channel, tensor)
+    def append(
+        self, generation: int, step: int, channel: Channel, tensor: torch.Tensor, *, pin: bool = False
+    ) -> Pin | None:
+        """Take down a message. When this returns it is in the journal, whatever the caller does to the tensor.
 
-    def _append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor) -> None:
+        With ``pin``, return where it lies, unless too much is pinned already for the memory to stay within its bound.
+        """
+        with self._appending:
+            return self._append(generation, step, channel, tensor, pin)
+
+    def _append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor, pin: bool) -> Pin | None:
         rows = self._index.setdefault(step, {}).setdefault(channel, [])
         description = record.describe(generation, step, channel, len(rows), tensor)
         payload_bytes = tensor.numel() * tensor.element_size()
@@ -146,9 +162,9 @@ class Journal:
         base = segment.used
         at = base + record.HEAD_BYTES
         segment.memory[at : at + len(description)] = np.frombuffer(description, dtype=np.uint8)
+        place = segment.tensor[base + start : base + start + payload_bytes].view(tensor.dtype).view(tensor.shape)
         if payload_bytes:
-            place = segment.tensor[base + start : base + start + payload_bytes]
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            place.copy_(tensor.detach())
         entry = _Entry(segment, base, length, description, payload_bytes, step, channel)
         with self._changed:
             segment.used += length
@@ -157,6 +173,19 @@ class Journal:
             rows.append(entry)
             self._unsealed.append(entry)  # sealed within a second, or when asked for: nobody is woken for each message
             self.bytes_appended += payload_bytes
+            if not pin or self._pinned_bytes + length > self._memory_bytes // 4:
+                return None
+            segment.pinned += 1
+            self._pinned_bytes += length
+            return Pin(place, entry)
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """These messages were sent, or their connections are gone."""
+        with self._changed:
+            for pin in pins:
+                pin.entry.segment.pinned -= 1
+                self._pinned_bytes -= pin.entry.length
+            self._sweep()
 
     def _room(self, length: int) -> _Segment:
         """Return a segment with room for this many bytes; waits while all memory is taken."""
@@ -202,7 +231,9 @@ class Journal:
     def _oldest(self) -> _Segment | None:
         """Return the oldest full segment in memory that may be written, or, if the disk fails, given up."""
         for segment in self._segments:
-            if segment.full and segment.memory is not None and not (self._disk_fails and self._is_current(segment)):
+            if not segment.full or segment.memory is None or segment.pinned:
+                continue
+            if not (self._disk_fails and self._is_current(segment)):
                 return segment
         return None
 
@@ -302,7 +333,7 @@ class Journal:
         """Free segments in which nothing is wanted any more; the newest is still written to."""
         kept: deque[_Segment] = deque()
         for segment in self._segments:
-            if segment.wanted or not segment.full:
+            if segment.wanted or segment.pinned or not segment.full:
                 kept.append(segment)
                 continue
             if segment.path is not None:

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from regrow import testing, undo
+from regrow.courier import Courier
 from regrow.ddp import Buckets, Reductions, find_ddp
 from regrow.errors import PeerLost, RegrowError
 from regrow.group import Fabric
@@ -175,16 +176,20 @@ class ProtectedRun(Run):
                 "nothing is protected: call run.protect(model=model, optimizer=optimizer) before run.steps()"
             )
         self._started = True
-        roles = Roles.exchange(self._stage, self._place.domain(self.rank))
+        courier = None
+        if self._stage is not None:
+            courier = Courier(self.rank, self._place.host_addr, self._place.token)
+        roles = Roles.exchange(self._stage, self._place.domain(self.rank), courier.address if courier else ("", 0))
         self._bind(roles)
         self._small = SmallState(self._registry, self._slots, self._loader)
-        if self._stage is not None:
+        if courier is not None:
             self._stages = Stages(
                 rank=Rank(self.rank),
                 roles=roles,
                 place=self._place,
                 link=self._link,
                 fabric=self._fabric,
+                courier=courier,
                 registry=self._registry,
                 preserving=lambda: healer.preserving(),
                 schedules=self._schedules,
@@ -234,6 +239,8 @@ class ProtectedRun(Run):
     def _sever(self, world: WorldView) -> None:
         """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
         self._fabric.abort(f"generation {world.generation} begins", below=world.generation)
+        if self._stages is not None:
+            self._stages.sever(below=world.generation)
 
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
@@ -242,6 +249,8 @@ class ProtectedRun(Run):
         woken_t = time.time() if problem is None else self._woken_t
         if self._link.generation == self._fabric.generation:
             self._fabric.abort(problem or "")
+            if self._stages is not None:
+                self._stages.sever(below=self._fabric.generation + 1)
             healer.wait_for_newer(
                 Generation(self._fabric.generation), problem or "a new generation began", found_here=found_here
             )
@@ -360,7 +369,7 @@ class ProtectedRun(Run):
         return {
             "step": step,
             "ops": self._fabric.ops_issued,
-            "waiting": self._waiting or bool(self._fabric.waiting),
+            "waiting": self._waiting or self._fabric.waiting or (self._stages is not None and self._stages.waiting),
         }
 
     def _report_own_exceptions(self) -> None:

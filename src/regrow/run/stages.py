@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow.courier import Address, Courier
 from regrow.errors import LinkLost, PeerLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
@@ -67,6 +68,10 @@ def parse_groups(text: str) -> list[set[int]]:
     return groups
 
 
+def _address(given: Sequence[Any]) -> Address:
+    return str(given[0]), int(given[1])
+
+
 class Stages:
     """The part of a run that only pipelines have."""
 
@@ -78,6 +83,7 @@ class Stages:
         place: Place,
         link: Link,
         fabric: Fabric,
+        courier: Courier,
         registry: Registry,
         preserving: Callable[[], AbstractContextManager[None]],
         schedules: Sequence[Any],
@@ -104,9 +110,12 @@ class Stages:
         shutil.rmtree(self._spill, ignore_errors=True)  # a predecessor's, which died with it
         self._journal = Journal(self._spill, memory_bytes=place.journal_bytes, on_event=self._journal_event)
         self._server = Server(self._journal, place.host_addr, place.token)
+        self._courier = courier
+        courier.resume(fabric.generation, roles.addresses)
         self.transport = Transport(
             rank,
             self._journal,
+            courier,
             stages=[stage for stage in roles.stages if stage is not None],
             domains=roles.domains,
             token=place.token,
@@ -138,7 +147,11 @@ class Stages:
 
     def envelope(self) -> dict[str, Any]:
         """Return what others must know besides: where the journal is, and which first contacts were made."""
-        return {"journal": list(self._server.address), "contacts": [contact.made for contact in self.contacts]}
+        return {
+            "journal": list(self._server.address),
+            "courier": list(self._courier.address),
+            "contacts": [contact.made for contact in self.contacts],
+        }
 
     def resume(self, generation: int, positions: Sequence[Step], envelopes: Sequence[dict[str, Any]]) -> None:
         """All ranks know where all go on."""
@@ -149,8 +162,17 @@ class Stages:
             if max(positions) > 0:
                 raise Unrecoverable("a stage was lost in its first contact with the others, but some have gone on")
             contact.again()
-        addresses = [(envelope["journal"][0], int(envelope["journal"][1])) for envelope in envelopes]
-        self.transport.resume(generation, positions, addresses)
+        self._courier.resume(generation, [_address(envelope["courier"]) for envelope in envelopes])
+        self.transport.resume(generation, positions, [_address(envelope["journal"]) for envelope in envelopes])
+
+    def sever(self, *, below: int) -> None:
+        """Generations before this one are over. From any thread; quick."""
+        self._courier.sever(below=below)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this rank waits for a message."""
+        return self._courier.waiting
 
     def publishes(self, op: str) -> bool:
         """Whether a replica may complete the step by this operation, so that a replacement needs what was drawn so far.
@@ -285,6 +307,7 @@ class Stages:
         """All ranks are done: nothing of this is needed any more."""
         self._writer.wait(10.0)
         self.transport.close()
+        self._courier.close()
         self._server.close()
         self._journal.close()
         shutil.rmtree(self._spill, ignore_errors=True)

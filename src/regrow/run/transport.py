@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from regrow.courier import Address, Courier, memory_of
 from regrow.errors import PeerLost
 from regrow.group import HealingGroup, RecordedWork, ReplayedWork, outputs_of
 from regrow.ids import Rank, Step
-from regrow.journal import Channel, Damaged, Fetcher, Journal, Messages, Record
+from regrow.journal import Channel, Damaged, Fetcher, Journal, Messages, Pin, Record
 
 RECENT_STEPS = 2
 """For how many steps messages within a failure domain are kept: survivors may stand one step apart."""
@@ -32,10 +33,18 @@ class Transport:
     """The messages of one rank. Used by the thread that trains, and by backward's."""
 
     def __init__(
-        self, rank: Rank, journal: Journal, *, stages: Sequence[int], domains: Sequence[str], token: str
+        self,
+        rank: Rank,
+        journal: Journal,
+        courier: Courier,
+        *,
+        stages: Sequence[int],
+        domains: Sequence[str],
+        token: str,
     ) -> None:
         self._rank = rank
         self._journal = journal
+        self._courier = courier
         self._stages = stages
         self._domains = domains
         self._token = token
@@ -48,6 +57,7 @@ class Transport:
         self._recorded: dict[int, Messages] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._pending: list[RecordedWork] = []
+        self._pins: list[Pin] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self._recent = Step(0)
         self.damaged: set[tuple[Rank, Step]] = set()
@@ -61,7 +71,7 @@ class Transport:
 
     # generations and steps -------------------------------------------------------------------------------------------
 
-    def resume(self, generation: int, positions: Sequence[Step], addresses: Sequence[tuple[str, int]]) -> None:
+    def resume(self, generation: int, positions: Sequence[Step], addresses: Sequence[Address]) -> None:
         """A generation begins at these positions; who is ahead of this rank is asked for its journal."""
         for fetcher in self._fetchers.values():
             fetcher.close()
@@ -94,6 +104,7 @@ class Transport:
         """A step begins: what was sent to this rank in it by those ahead is fetched."""
         self._step = step
         self._pending.clear()
+        self._unpin()  # an interrupted step's, whose connections are gone
         self._numbers.clear()
         self._ahead = frozenset(rank for rank, position in enumerate(self._positions) if position > step)
         self._journal.begin(step)
@@ -112,6 +123,12 @@ class Transport:
         for work in self._pending:
             work.wait()
         self._pending.clear()
+        self._courier.flush()
+        self._unpin()
+
+    def _unpin(self) -> None:
+        self._journal.unpin(self._pins)
+        self._pins.clear()
 
     def complete(self) -> None:
         """The step is complete."""
@@ -125,11 +142,6 @@ class Transport:
             fetcher.close()
         if done and not self._fetchers:
             self.on_caught_up(self._first, self._step, self._replayed_bytes, time.monotonic() - self._began)
-
-    @property
-    def replaying(self) -> bool:
-        """Whether anyone is ahead of this rank."""
-        return bool(self._ahead)
 
     @property
     def recent_from(self) -> Step:
@@ -203,15 +215,25 @@ class Transport:
     def _send(self, group: HealingGroup, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work | None:
         peer = self._ranks(group)[dst]
         channel = Channel(group.group_name, "send", peer, tag)
+        live = peer not in self._ahead
+        by_courier = live and _on_host(tensors)
         for tensor in tensors:  # before it counts as sent: whoever has received it must find it here
-            self._journal.append(self._generation, self._step, channel, tensor)
-        return ReplayedWork(tensors) if peer in self._ahead else None
+            pin = self._journal.append(self._generation, self._step, channel, tensor, pin=by_courier)
+            if pin is not None:  # what the kernel does not take at once is sent from the journal's own copy
+                self._pins.append(pin)
+            if by_courier:
+                payload = memory_of(tensor.contiguous() if pin is None else pin.tensor)
+                self._courier.send(peer, _name(channel), payload, stays=pin is not None)
+        return ReplayedWork(tensors) if by_courier or not live else None
 
     def _receive(self, group: HealingGroup, tensors: list[torch.Tensor], src: int, tag: int) -> dist.Work | None:
         peer = self._ranks(group)[src]
-        if peer not in self._ahead:
-            return None
         channel = Channel(group.group_name, "send", self._rank, tag)
+        if peer not in self._ahead:
+            if not _on_host(tensors):
+                return None
+            (tensor,) = tensors
+            return self._courier.receive(peer, _name(channel), tensor, group.timeout)
         for tensor in tensors:
             self._next(peer, channel).copy_to(tensor)
         return ReplayedWork(tensors, src)
@@ -239,6 +261,14 @@ class Transport:
 
     def _spans_stages(self, group: HealingGroup) -> bool:
         return len({self._stages[rank] for rank in self._ranks(group)}) > 1
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _name(channel: Channel) -> str:
+    return f"{channel.group}/{channel.tag}"
 
 
 def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
