@@ -6,6 +6,7 @@ import inspect
 
 from torch.distributed.pipelining import schedules, stage
 
+from regrow.run import sharing
 from regrow.run.contact import METHOD, OF_A_STEP, OF_A_STEP_IN_STAGES, is_schedule
 
 
@@ -29,3 +30,22 @@ def test_an_interrupted_step_can_be_forgotten():
 
 def test_what_is_a_schedule():
     assert not is_schedule(object())
+
+
+def test_micro_batches_are_done_in_one_method_that_asks_the_stages():
+    """What a shared replay stands in for."""
+    for kind in (schedules.ScheduleGPipe, schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B):
+        parameters = list(inspect.signature(getattr(kind, sharing.METHOD)).parameters)
+        assert parameters[1:3] == ["arg_mbs", "kwarg_mbs"]
+    base = stage._PipelineStageBase
+    forward = list(inspect.signature(base.forward_one_chunk).parameters)
+    assert forward == ["self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"]
+    backward = list(inspect.signature(base.backward_one_chunk).parameters)
+    assert backward == ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
+    for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"):
+        assert len(inspect.signature(getattr(base, name)).parameters) == 2
+    assert "self.scale_grads(" in inspect.getsource(base.perform_reduce_grad)
+    assert "self.fwd_cache[fwd_chunk_id] = (" in inspect.getsource(base.forward_one_chunk)
+    assert "self.output_chunks.append(output)" in inspect.getsource(base.forward_one_chunk)
+    assert "self.bwd_cache.pop(bwd_chunk_id)" in inspect.getsource(base.get_bwd_send_ops)
+    assert "self.fwd_cache[fwd_chunk_id]" in inspect.getsource(base.get_fwd_send_ops)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -165,6 +166,27 @@ class Courier:
         incoming.post(receipt)
         return receipt
 
+    def take(self, peer: int, name: str, timeout: timedelta) -> bytearray:
+        """Wait for a message of any size, and return it."""
+        incoming = self._from(peer)
+        wanted = name.encode()
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._listening(peer), incoming.reading:
+            while (found := incoming.early(wanted)) is None:
+                self._read(incoming, peer, deadline)
+        return found
+
+    def has(self, peer: int, name: str) -> bool:
+        """Whether a message of any size is there, without waiting for it."""
+        incoming = self._from(peer)
+        with incoming.reading, self._listening(peer):
+            while not incoming.has(name.encode()):
+                connection = incoming.connection
+                if connection is None or not select.select([connection], [], [], 0)[0]:
+                    return False
+                self._read(incoming, peer, time.monotonic() + _HELLO_S)
+        return True
+
     def _from(self, peer: int) -> _Incoming:
         key = (self._generation, peer)
         with self._changed:
@@ -176,16 +198,23 @@ class Courier:
     def wait(self, receipt: Receipt, incoming: _Incoming, timeout: timedelta) -> None:
         """Read from a rank until a message is there."""
         deadline = time.monotonic() + timeout.total_seconds()
+        with self._listening(receipt.peer), incoming.reading:
+            while not receipt.done:
+                self._read(incoming, receipt.peer, deadline)
+
+    @contextlib.contextmanager
+    def _listening(self, peer: int) -> Iterator[None]:
         self.waiting = True
         try:
-            with incoming.reading:
-                while not receipt.done:
-                    connection = self._connected(incoming, receipt.peer, deadline)
-                    incoming.read(connection, lambda: self._look(receipt.peer, deadline))
+            yield
         except (OSError, EOFError) as error:
-            raise self._over() or self._lost(receipt.peer, error) from None
+            raise self._over() or self._lost(peer, error) from None
         finally:
             self.waiting = False
+
+    def _read(self, incoming: _Incoming, peer: int, deadline: float) -> None:
+        connection = self._connected(incoming, peer, deadline)
+        incoming.read(connection, lambda: self._look(peer, deadline))
 
     def _connected(self, incoming: _Incoming, peer: int, deadline: float) -> socket.socket:
         if incoming.connection is None:
@@ -318,6 +347,15 @@ class _Incoming:
                 _fill(receipt, len(payload), lambda memory: _copy(memory, payload))
             else:
                 self._posted.setdefault(receipt.name, deque()).append(receipt)
+
+    def has(self, name: bytes) -> bool:
+        """Whether a message that nobody has asked for is there."""
+        return bool(self._early.get(name))
+
+    def early(self, name: bytes) -> bytearray | None:
+        """Return a message that was there before anyone asked for it."""
+        early = self._early.get(name)
+        return early.popleft() if early else None
 
     def read(self, connection: socket.socket, look: Callable[[], None]) -> None:
         """Read one message, to where it is wanted, or put it by. ``look`` is asked, now and then, whether to go on."""

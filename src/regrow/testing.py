@@ -30,6 +30,7 @@ MEANINGS = {
     "replacement_setup": "a replacement builds its model; it has not joined the world",
     "step_end": "the step is complete on this rank",
     "rejoin": "this rank is about to join a new generation",
+    "helping": "this rank is about to compute micro-batches of another rank's replay",
 }
 POINTS = tuple(MEANINGS)
 """The points where a fault can strike, in the order of a step and a recovery; ``MEANINGS`` says what each is."""

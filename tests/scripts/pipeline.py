@@ -22,9 +22,10 @@ import regrow
 CLASSES = 4
 
 
-def part(index: int, count: int, width: int) -> nn.Module:
+def part(index: int, count: int, width: int, norm: str = "batch") -> nn.Module:
     out = CLASSES if index == count - 1 else width
-    return nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(32), nn.Linear(32, out))
+    between = {"batch": nn.BatchNorm1d(32), "layer": nn.LayerNorm(32), "none": nn.RReLU()}[norm]
+    return nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Dropout(0.2), between, nn.Linear(32, out))
 
 
 class ByHand:
@@ -65,6 +66,17 @@ class ByHand:
             out.backward(grad)
             if self._before is not None:
                 dist.send(given.grad, self._before)
+
+
+def build(how: str, rank: int, module: nn.Module) -> nn.Module:
+    """Return a stage for another rank's replay; rank 0 may get it wrong."""
+    if rank == 0 and how == "raises":
+        raise ValueError("no such stage here")
+    if rank == 0 and how == "smaller":
+        return nn.Linear(2, 2)
+    if rank == 0 and how == "otherwise":
+        module[1] = nn.GELU()  # the same parameters, another function
+    return module
 
 
 def damage(what: str, run: regrow.Run) -> None:
@@ -111,6 +123,9 @@ def main() -> None:
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--damage", choices=["checkpoint", "journal"], help="flip a bit of it at the start of step 8")
     parser.add_argument("--die", type=int, nargs="+", default=[], help="a step, and ranks that die in it at once")
+    parser.add_argument("--share", nargs="?", const="right", help="let idle ranks help with a replay; or badly")
+    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--norm", choices=["batch", "layer", "none"], default="batch")
     parser.add_argument("--slow-s", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -125,7 +140,7 @@ def main() -> None:
     count = 2 * length if several else length
     indices = [place, place + length] if several else [place]
     torch.manual_seed(10)
-    modules = [part(index, count, args.width) for index in range(count)]
+    modules = [part(index, count, args.width, args.norm) for index in range(count)]
     modules = [modules[index] for index in indices]
     if args.replicas > 1:
         modules = [DistributedDataParallel(module, process_group=twins[place]) for module in modules]
@@ -153,6 +168,8 @@ def main() -> None:
     )
     loader = DataLoader(data, batch_size=16, shuffle=True, drop_last=True)
     extras = {} if args.schedule == "hand" else {"schedule": schedule}
+    if args.share:
+        extras["build_stage"] = lambda index: build(args.share, run.rank, part(index, count, args.width, args.norm))
     run.protect(
         model=model,
         optimizer=optimizer,
@@ -177,7 +194,11 @@ def main() -> None:
                 time.sleep(args.slow_s)
             x, y = step.batch if place in (0, length - 1) else (None, None)
             given = (x,) if place == 0 else ()
-            if place == length - 1:
+            if args.autocast:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    schedule.step(*given, **({"target": y, "losses": found} if place == length - 1 else {}))
+                losses[step.index] = torch.stack(found).mean().item() if found else 0.0
+            elif place == length - 1:
                 schedule.step(*given, target=y, losses=found)
                 losses[step.index] = torch.stack(found).mean().item()
             else:

@@ -86,8 +86,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="MB",
         help="Memory of each rank's journal; what does not fit goes to the log directory's disk.",
     )
+    ours.add_argument(
+        "--replay-helpers",
+        "--replay_helpers",
+        default="auto",
+        metavar="N",
+        help="How many idle ranks help with a replay (protect(build_stage=...)); auto: as many as make it faster.",
+    )
     ours.add_argument("--inject", metavar="SPEC", help="Faults to inject, for tests (becomes REGROW_FAULTS).")
     return made
+
+
+def _replay_helpers(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"--replay-helpers must be auto or a number from 0 on, got {text!r}")
+    return int(text)
 
 
 def parse(argv: list[str]) -> RunOptions:
@@ -153,6 +168,7 @@ def _options(args: argparse.Namespace) -> RunOptions:
         faults=args.inject,
         failure_domain=args.failure_domain,
         journal_mb=args.journal_memory,
+        replay_helpers=_replay_helpers(args.replay_helpers),
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,
     )

@@ -39,6 +39,8 @@ class RunOptions:
     faults: str | None = None
     failure_domain: str = "host"
     journal_mb: int = 256
+    replay_helpers: int | None = None
+    """How many idle ranks help with a replay; ``None``: as many as make it faster."""
     forked: bool = False
     """Whether workers are forked from a process that has imported PyTorch already."""
 

@@ -124,6 +124,7 @@ class Environment:
             "REGROW_RUN_ID": site.run_id,
             "REGROW_FAILURE_DOMAIN": options.failure_domain,
             "REGROW_JOURNAL_MB": str(options.journal_mb),
+            "REGROW_REPLAY_HELPERS": "auto" if options.replay_helpers is None else str(options.replay_helpers),
             "REGROW_SCRATCH": str(options.log_dir / "scratch"),
         }
         if options.nproc > 1:

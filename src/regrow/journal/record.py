@@ -53,6 +53,12 @@ class Record:
         """Where it belongs, for messages to people."""
         return f"message {self.sequence} of step {self.step} to rank {self.channel.peer} (tag {self.channel.tag})"
 
+    def tensor(self) -> torch.Tensor:
+        """Return the recorded values, in the record's own memory."""
+        if not self.payload:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(self.payload, dtype=self.dtype).view(self.shape)
+
     def copy_to(self, tensor: torch.Tensor) -> None:
         """Write the recorded values into a tensor of the same size and type."""
         if tensor.dtype != self.dtype or tensor.numel() != torch.Size(self.shape).numel():

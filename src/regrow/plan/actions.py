@@ -88,17 +88,23 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """``rank`` does steps ``first`` to ``last`` again; what ``sources`` sent it then comes out of their journals."""
+    """``rank`` does steps ``first`` to ``last`` again; what ``sources`` sent it then comes out of their journals.
+
+    ``helpers`` stand idle meanwhile, and compute micro-batches of the steps before ``alone_from``.
+    """
 
     rank: Rank
     first: Step
     last: Step
     sources: tuple[Rank, ...]
+    helpers: tuple[Rank, ...] = ()
+    alone_from: Step | None = None
 
     def describe(self, ranks: Sequence[Rank]) -> str:
         """Say it, for all ranks that do the same."""
         span = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return f"replay   {name_ranks(ranks)}: {span} from the journals of {name_ranks(self.sources)}"
+        shared = f", micro-batches shared with {name_ranks(self.helpers)}" if self.helpers else ""
+        return f"replay   {name_ranks(ranks)}: {span} from the journals of {name_ranks(self.sources)}{shared}"
 
 
 Action = Undo | Copy | Load | Replay | Settle

@@ -52,6 +52,8 @@ class Holding:
     """Its journal has what it sent out of its domain in all steps from this one on; ``None``: it has no journal."""
     recent_from: Step | None = None
     """The same for what it sent within its domain, which is kept for a moment only."""
+    shares: bool = False
+    """Whether this rank can build another one's stage, and let others compute micro-batches of its own."""
     damaged: tuple[tuple[Rank, Step], ...] = ()
     """Ranks whose journal was found damaged by this one, and the step of the record."""
 
@@ -81,6 +83,7 @@ class Holding:
             "checkpoints": list(self.checkpoints),
             "journal_from": self.journal_from,
             "recent_from": self.recent_from,
+            "shares": self.shares,
             "damaged": [list(pair) for pair in self.damaged],
         }
 
@@ -106,5 +109,6 @@ class Holding:
             checkpoints=tuple(Step(step) for step in value["checkpoints"]),
             journal_from=None if value["journal_from"] is None else Step(value["journal_from"]),
             recent_from=None if value["recent_from"] is None else Step(value["recent_from"]),
+            shares=value["shares"],
             damaged=tuple((Rank(rank), Step(step)) for rank, step in value["damaged"]),
         )

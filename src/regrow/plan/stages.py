@@ -18,6 +18,8 @@ from regrow.plan.holdings import Holding
 from regrow.plan.planner import check_replicas, check_same_layout, own_at, plan_replicas
 
 Stages = Mapping[int, Sequence[Holding]]
+WORTH_SHARING = 3
+"""How many steps must be lost: the first one is done alone, to see what a micro-batch does."""
 
 
 def make_plan(holdings: Sequence[Holding]) -> Plan:
@@ -170,7 +172,17 @@ def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
             settled.append(Settle(rank=holding.rank, step=step, own=own))
             ahead = tuple(Rank(rank) for rank, other in enumerate(positions) if other > step)
             if ahead:
-                actions.append(Replay(rank=holding.rank, first=step, last=Step(newest - 1), sources=ahead))
+                helpers, alone_from = _helpers(holding, stages, positions)
+                actions.append(
+                    Replay(
+                        rank=holding.rank,
+                        first=step,
+                        last=Step(newest - 1),
+                        sources=ahead,
+                        helpers=helpers,
+                        alone_from=alone_from,
+                    )
+                )
     actions.sort(key=_order)
     settled.sort(key=lambda action: action.rank)
     return Plan(
@@ -180,6 +192,20 @@ def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
         warnings=tuple(warnings),
         positions=tuple(positions),
     )
+
+
+def _helpers(behind: Holding, stages: Stages, positions: Sequence[Step]) -> tuple[tuple[Rank, ...], Step | None]:
+    """Return who computes micro-batches of a replay, and from which step on it goes on alone.
+
+    All others, if all are ahead: they have nothing to do until it has caught up with the first of them, and all that it
+    receives is in journals, so that its micro-batches can be computed in any order. Not worth it for a step or two.
+    """
+    step = positions[behind.rank]
+    alone_from = min((other for rank, other in enumerate(positions) if rank != behind.rank), default=step)
+    if not behind.shares or len(stages[_stage(behind)]) > 1 or alone_from - step < WORTH_SHARING:
+        return (), None
+    everyone = sorted((holding for members in stages.values() for holding in members), key=lambda each: each.rank)
+    return tuple(each.rank for each in everyone if each.rank != behind.rank and each.shares), alone_from
 
 
 def _order(action: Action) -> tuple[int, int]:

@@ -100,6 +100,7 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             failure_domain=environment.failure_domain,
             scratch=Path(environment.scratch),
             journal_bytes=environment.journal_mb << 20,
+            replay_helpers=environment.replay_helpers,
         ),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)

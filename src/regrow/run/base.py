@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from regrow import data
@@ -33,6 +34,7 @@ class Run(ABC):
         self._schedules: list[Any] = []
         self._checkpoint_dir: str | os.PathLike[str] | None = None
         self._checkpoint_every = 100
+        self._build_stage: Callable[[int], nn.Module] | None = None
 
     def protect(
         self,
@@ -43,6 +45,7 @@ class Run(ABC):
         stage: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        build_stage: Callable[[int], nn.Module] | None = None,
         **objects: Any,
     ) -> None:
         """Say what must survive: the model, its optimizer, schedulers, scaler, loader, anything with a state_dict.
@@ -60,6 +63,8 @@ class Run(ABC):
                 stage that loses all of them is computed again from its last checkpoint, over what the others sent it.
             checkpoint_every: for pipelines: at the start of every so many steps each rank writes its state to disk.
             checkpoint_dir: where to; each rank must find its own again there. By default, in the log directory.
+            build_stage: for pipelines with a schedule: returns a module like the one of the ``PipelineStage`` with this
+                index, whatever its values. With it, idle ranks compute micro-batches of a stage that is replayed.
         """
         if self._started:
             raise ValueError("protect() comes before run.steps()")
@@ -79,6 +84,12 @@ class Run(ABC):
             if checkpoint_every < 1:
                 raise ValueError(f"protect(checkpoint_every={checkpoint_every}): at least 1 is needed")
             self._checkpoint_every = checkpoint_every
+        if build_stage is not None:
+            if not callable(build_stage):
+                raise ValueError("protect(build_stage=...): a function is needed that takes a stage's index")
+            if not schedules and not self._schedules:
+                raise ValueError("protect(build_stage=...) needs a schedule of torch.distributed.pipelining beside it")
+            self._build_stage = build_stage
         if (schedules or checkpoint_every is not None or checkpoint_dir is not None) and self._stage is None:
             raise ValueError("protect(stage=...) is missing: say which stage of the pipeline this rank holds")
         self._checkpoint_dir = checkpoint_dir if checkpoint_dir is not None else self._checkpoint_dir

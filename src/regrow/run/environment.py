@@ -25,6 +25,8 @@ class Environment:
     """A directory on this host's disk for what memory does not hold."""
     journal_mb: int
     """How much memory a rank's journal may take."""
+    replay_helpers: int | None
+    """How many idle ranks help with a replay; ``None``: as many as make it faster."""
     node: int
     torchrun: bool
     """Whether rank and world size are there, so that a process group can be made without an agent."""
@@ -33,6 +35,7 @@ class Environment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return what the launcher set."""
     rank = environ.get("RANK")
+    helpers = environ.get("REGROW_REPLAY_HELPERS", "auto")
     return Environment(
         agent=environ.get("REGROW_AGENT"),
         token=environ.get("REGROW_TOKEN", ""),
@@ -43,6 +46,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         failure_domain=environ.get("REGROW_FAILURE_DOMAIN", "host"),
         scratch=environ.get("REGROW_SCRATCH", "."),
         journal_mb=int(environ.get("REGROW_JOURNAL_MB", "256")),
+        replay_helpers=None if helpers == "auto" else int(helpers),
         node=int(environ.get("GROUP_RANK", "0")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )

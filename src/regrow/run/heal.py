@@ -160,7 +160,7 @@ class Healer:
         self._announce(plan, holdings, generation)
         self._carry_out(plan, holdings, generation)
         if self._stages is not None:
-            self._stages.resume(generation, plan.positions, envelopes)
+            self._stages.resume(generation, plan, envelopes)
         dist.barrier()
         if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})

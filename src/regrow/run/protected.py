@@ -26,6 +26,7 @@ from regrow.run.base import Run
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
 from regrow.run.roles import Roles
+from regrow.run.shared_step import Unshareable
 from regrow.run.stages import Place, Stages
 from regrow.run.step import Step
 from regrow.slots import Slots
@@ -140,6 +141,8 @@ class ProtectedRun(Run):
             if healer.step != for_step or healer.moved:
                 batches.next_step()
                 for_step, self._attempt, healer.moved = healer.step, 0, False
+            if self._stages is not None and not self._help(self._stages):
+                continue
             if healer.step >= count:
                 if self._finish(healer):
                     self._fabric.before_collective = None
@@ -155,6 +158,18 @@ class ProtectedRun(Run):
             yield step
             if not step.entered:
                 raise ValueError("the loop's body must be in `with step:`, or regrow cannot tell when a step is done")
+
+    def _help(self, stages: Stages) -> bool:
+        """Help with another rank's replay, if that is this rank's part; whether it came to its end."""
+        self._waiting = True
+        try:
+            stages.help()
+        except PeerLost as lost:
+            self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
+            return False
+        finally:
+            self._waiting = False
+        return True
 
     def _begin(self, stages: Stages, healer: Healer) -> bool:
         """A step of a pipeline begins; whether all that its replay needs is there."""
@@ -193,6 +208,7 @@ class ProtectedRun(Run):
                 registry=self._registry,
                 preserving=lambda: healer.preserving(),
                 schedules=self._schedules,
+                build_stage=self._build_stage,
                 checkpoint_dir=self._checkpoint_dir,
                 checkpoint_every=self._checkpoint_every,
                 replacement=self._replacement,
@@ -310,7 +326,7 @@ class ProtectedRun(Run):
         if error is None:
             self._updates.complete()
             if self._stages is not None:
-                self._stages.transport.complete()
+                self._stages.complete()
             self._healer.step = StepNumber(self._healer.step + 1)
             if self._replacement:
                 self._replacement = False
@@ -321,6 +337,7 @@ class ProtectedRun(Run):
             return False
         self._interrupted = f"{type(error).__name__}: {str(error)[:300]}"
         self._woken_t = time.time()
+        self._found_here = isinstance(error, Unshareable)
         return True
 
     def _is_peers_fault(self, error: BaseException) -> bool:

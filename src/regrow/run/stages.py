@@ -23,9 +23,12 @@ from regrow.errors import LinkLost, PeerLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
+from regrow.plan import Plan, Replay
 from regrow.run.contact import Contact
+from regrow.run.helping import BuildStage, Helper, Line
 from regrow.run.link import Link
 from regrow.run.roles import Roles
+from regrow.run.sharing import Sharing
 from regrow.run.transport import Transport
 from regrow.state import checkpoint
 from regrow.state.registry import Registry
@@ -44,6 +47,7 @@ class Place:
     failure_domain: str
     scratch: Path
     journal_bytes: int
+    replay_helpers: int | None
 
     def domain(self, rank: int) -> str:
         """Return the name of what fails together with a rank of this node."""
@@ -87,6 +91,7 @@ class Stages:
         registry: Registry,
         preserving: Callable[[], AbstractContextManager[None]],
         schedules: Sequence[Any],
+        build_stage: BuildStage | None,
         checkpoint_dir: str | os.PathLike[str] | None,
         checkpoint_every: int,
         replacement: bool,
@@ -130,6 +135,20 @@ class Stages:
         if replacement:
             for step in checkpoint.saved(self._directory):
                 self._verify(step)
+        self._build_stage = build_stage
+        self._line = Line(courier, fabric.timeout)
+        self._helping: Rank | None = None
+        self._sharing: Sharing | None = None
+        if build_stage is not None and len(schedules) == 1 and place.replay_helpers != 0:
+            self._sharing = Sharing(
+                schedules[0],
+                rank,
+                line=self._line,
+                transport=self.transport,
+                helpers=place.replay_helpers,
+                say=self._say,
+                event=self._event,
+            )
         self.contacts = [self._contact(schedule, n, replacement) for n, schedule in enumerate(schedules)]
 
     # what is held ----------------------------------------------------------------------------------------------------
@@ -142,6 +161,7 @@ class Stages:
             "checkpoints": tuple(step for step in checkpoint.saved(self._directory) if step not in self._bad),
             "journal_from": Step(self._journal.kept_from),
             "recent_from": self.transport.recent_from,
+            "shares": self._sharing is not None and not self._sharing.why_not,
             "damaged": tuple(sorted(self.transport.damaged)),
         }
 
@@ -153,8 +173,9 @@ class Stages:
             "contacts": [contact.made for contact in self.contacts],
         }
 
-    def resume(self, generation: int, positions: Sequence[Step], envelopes: Sequence[dict[str, Any]]) -> None:
+    def resume(self, generation: int, plan: Plan, envelopes: Sequence[dict[str, Any]]) -> None:
         """All ranks know where all go on."""
+        positions = plan.positions
         for number, contact in enumerate(self.contacts):
             made = [envelope["contacts"][number] for envelope in envelopes if number < len(envelope["contacts"])]
             if all(made) or not any(made):
@@ -164,6 +185,25 @@ class Stages:
             contact.again()
         self._courier.resume(generation, [_address(envelope["courier"]) for envelope in envelopes])
         self.transport.resume(generation, positions, [_address(envelope["journal"]) for envelope in envelopes])
+        replays = [action for action in plan.actions if isinstance(action, Replay)]
+        self._helping = next((action.rank for action in replays if self._rank in action.helpers), None)
+        if self._sharing is not None:
+            mine = next((action for action in replays if action.rank == self._rank), None)
+            self._sharing.begin(*((mine.helpers, mine.alone_from) if mine is not None else ((), None)))
+
+    def help(self) -> None:
+        """Help another rank with its replay, if the plan says so, until it needs no more."""
+        owner, self._helping = self._helping, None
+        if owner is not None:
+            assert self._build_stage is not None
+            with self._preserving():
+                Helper(self._line, owner, self._build_stage).serve()
+
+    def complete(self) -> None:
+        """The step is complete."""
+        self.transport.complete()
+        if self._sharing is not None:
+            self._sharing.completed(self.transport.step)
 
     def sever(self, *, below: int) -> None:
         """Generations before this one are over. From any thread; quick."""

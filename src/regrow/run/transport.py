@@ -158,6 +158,22 @@ class Transport:
         for fetcher in self._fetchers.values():
             fetcher.close()
 
+    # looking ahead ---------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> Step:
+        """The step in progress, or the one that was begun last."""
+        return self._step
+
+    def channel(self, group: dist.ProcessGroup, tag: int) -> Channel:
+        """Return the channel over which this rank gets messages in a group."""
+        return Channel(group.group_name, "send", self._rank, tag)
+
+    def peek(self, peer: int, channel: Channel, at: int) -> Record | None:
+        """Return a message that this step will be given, out of the journal of a rank ahead; it stays there."""
+        records = self._recorded[peer].get(channel) if peer in self._recorded else None
+        return records[at] if records is not None and at < len(records) else None
+
     # operations ------------------------------------------------------------------------------------------------------
 
     def take(self, group: HealingGroup, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work | None:

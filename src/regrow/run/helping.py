@@ -1,0 +1,232 @@
+"""Compute micro-batches of another rank's stage while this rank has nothing else to do.
+
+This rank's own state stays where it is: the other's stage is built beside it, by the script's own ``build_stage``, and
+is thrown away in the end. What is computed is what the owner asks for: forward, backward, and the sum of the gradients
+of all micro-batches, added one after the other in the order of the micro-batches: its bits are those of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from regrow import testing
+from regrow.courier import Courier, memory_of
+from regrow.run.draws import fingerprint
+from regrow.state import codec
+
+BuildStage = Callable[[int], nn.Module]
+Gradients = list[torch.Tensor | None]
+
+
+class Line:
+    """Structured messages to and from the ranks of a team, over the courier."""
+
+    def __init__(self, courier: Courier, timeout: timedelta) -> None:
+        self.courier = courier
+        self.timeout = timeout
+
+    def tell(self, peer: int, what: str, value: Any) -> None:
+        """Send plain data and tensors."""
+        self.courier.send(peer, f"team/{what}", memoryview(codec.encode(value)), stays=True)
+
+    def hear(self, peer: int, what: str) -> Any:
+        """Wait for what ``tell`` sent."""
+        return codec.decode(self.courier.take(peer, f"team/{what}", self.timeout))
+
+    def send(self, peer: int, what: str, tensor: torch.Tensor) -> None:
+        """Send a tensor's memory, which must not change before the courier is flushed."""
+        self.courier.send(peer, f"team/{what}", memory_of(tensor), stays=True)
+
+    def receive(self, peer: int, what: str, tensor: torch.Tensor) -> None:
+        """Receive into a tensor."""
+        self.courier.receive(peer, f"team/{what}", tensor, self.timeout).wait()
+
+
+def state_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Return what a stage computes with: all parameters and buffers, in an order that owner and helpers share."""
+    return [tensor.detach() for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def describe(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return what must be alike for two stages to compute the same."""
+    return [
+        [
+            [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        ]
+        for module in modules
+    ]
+
+
+def add_up(
+    line: Line,
+    before: int,
+    after: int | None,
+    parameters: Sequence[nn.Parameter],
+    ours: Sequence[Gradients],
+    buffers: list[torch.Tensor | None],
+) -> Gradients:
+    """Add this rank's gradients, one micro-batch after the other, to the sum that goes from rank to rank."""
+    came = line.courier.take(before, "team/present", line.timeout)
+    present = bytes(bool(came[at]) or any(each[at] is not None for each in ours) for at in range(len(parameters)))
+    if after is not None:
+        line.courier.send(after, "team/present", memoryview(present), stays=True)
+    sums: Gradients = []
+    for at, parameter in enumerate(parameters):
+        total = None
+        if present[at]:
+            total = buffers[at]
+            if total is None:
+                total = buffers[at] = torch.empty_like(parameter, memory_format=torch.contiguous_format).detach()
+            if came[at]:
+                line.receive(before, f"sum/{at}", total)
+            begun = bool(came[at])
+            for each in ours:
+                gradient = each[at]
+                if gradient is not None:
+                    total.add_(gradient) if begun else total.copy_(gradient)
+                    begun = True
+            if after is not None:
+                line.send(after, f"sum/{at}", total)
+        sums.append(total)
+    return sums
+
+
+def as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a stage's output as torch's pipelines see it."""
+    return tuple(output) if isinstance(output, (list, tuple)) else (output,)
+
+
+def digest(outputs: Sequence[torch.Tensor]) -> str:
+    """Return a short name for a stage's outputs."""
+    found = xxhash.xxh3_128()
+    for output in outputs:
+        found.update(memory_of(output.contiguous()))
+    return found.hexdigest()
+
+
+def autocast(setting: Sequence[Any]) -> Any:
+    """Return the context in which the owner's script runs its schedule."""
+    enabled, dtype, cached = setting
+    return torch.autocast("cpu", enabled=enabled, dtype=dtype, cache_enabled=cached)
+
+
+@dataclass
+class _Task:
+    stage: int
+    microbatch: int
+    args: tuple[Any, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+class Helper:
+    """Serves one owner until that says that it is done."""
+
+    def __init__(self, line: Line, owner: int, build_stage: BuildStage) -> None:
+        self._line = line
+        self._owner = owner
+        self._build_stage = build_stage
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._sums: list[torch.Tensor | None] = []
+
+    def serve(self) -> None:
+        """Do what the owner says until its end; leaves this process's random numbers elsewhere than they were."""
+        order = self._line.hear(self._owner, "order")
+        while order["do"] != "end":
+            match order["do"]:
+                case "build":
+                    self._line.tell(self._owner, "ready", self._build(order))
+                case "probe":
+                    self._load(order)
+                    found = []
+                    for stage, microbatch in order["tasks"]:
+                        given = self._given(stage, microbatch)
+                        found.append(digest(self._forward(stage, microbatch, given, order).outputs))
+                    self._line.tell(self._owner, "probe", found)
+                case "step":
+                    self._load(order)
+                    testing.point("helping", order["step"])
+                    self._step(order)
+            order = self._line.hear(self._owner, "order")
+        self._line.courier.flush()
+
+    def _build(self, order: dict[str, Any]) -> str:
+        """Build the owner's stages; return why this rank cannot help, or nothing."""
+        try:
+            self._modules = [self._build_stage(index) for index in order["stages"]]
+        except Exception as error:  # noqa: BLE001 (the script's own function: the owner goes on without this rank)
+            return f"build_stage raised {type(error).__name__}: {error}"
+        if describe(self._modules) != order["like"]:
+            return "build_stage gives other parameters or buffers than the stage has"
+        if torch.get_num_threads() != order["threads"]:
+            return f"it computes with {torch.get_num_threads()} threads, the lost rank with {order['threads']}"
+        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        self._sums = [None] * len(self._parameters)
+        return ""
+
+    def _load(self, order: dict[str, Any]) -> None:
+        """Take over the owner's parameters, and pass them on."""
+        self._line.courier.flush()  # what was sent last may still lie in the memory that is written now
+        for module, flags in zip(self._modules, order["training"], strict=True):
+            for part, training in zip(module.modules(), flags, strict=True):
+                part.training = training
+        if not order["load"]:
+            return
+        for at, tensor in enumerate(state_of(self._modules)):
+            if tensor.numel():
+                self._line.receive(order["from"], f"state/{at}", tensor)
+                if order["state_to"] is not None:
+                    self._line.send(order["state_to"], f"state/{at}", tensor)
+
+    def _given(self, stage: int, microbatch: int) -> dict[str, Any]:
+        given: dict[str, Any] = self._line.hear(self._owner, f"in/{stage}/{microbatch}")
+        return given
+
+    def _step(self, order: dict[str, Any]) -> None:
+        gradients: dict[tuple[int, int], Gradients] = {}
+        waiting = []
+        for stage, microbatch in order["tasks"]:
+            given = self._given(stage, microbatch)
+            task = self._forward(stage, microbatch, given, order)
+            outputs = [output.detach() for output in task.outputs]
+            flags = [output.requires_grad for output in task.outputs]
+            name = fingerprint(torch.get_rng_state())
+            self._line.tell(self._owner, f"out/{stage}/{microbatch}", [outputs, flags, given["is_tuple"], name])
+            if given["gradients"] is None:
+                waiting.append(task)
+            else:
+                gradients[stage, microbatch] = self._backward(task, given["gradients"])
+        for task in waiting:  # of the last stage, whose owner computes the loss
+            heard = self._line.hear(self._owner, f"gradient/{task.stage}/{task.microbatch}")
+            gradients[task.stage, task.microbatch] = self._backward(task, heard)
+        ours = [gradients[key] for key in sorted(gradients, key=lambda key: key[1])]
+        add_up(self._line, order["from"], order["sum_to"], self._parameters, ours, self._sums)
+
+    def _forward(self, stage: int, microbatch: int, given: dict[str, Any], order: dict[str, Any]) -> _Task:
+        torch.set_rng_state(given["random"])
+        args = tuple(given["args"])
+        with torch.enable_grad(), autocast(order["autocast"]):
+            output = self._modules[stage](*args, **given["kwargs"])
+        given["is_tuple"] = isinstance(output, (list, tuple))
+        return _Task(stage, microbatch, args, as_tuple(output))
+
+    def _backward(self, task: _Task, given: Sequence[torch.Tensor | None]) -> Gradients:
+        """Run backward, tell the owner the gradients of the inputs, and return those of the parameters."""
+        pairs = [(o, g) for o, g in zip(task.outputs, given, strict=True) if o.requires_grad and g is not None]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        back = [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in task.args]
+        self._line.tell(self._owner, f"back/{task.stage}/{task.microbatch}", back)
+        found: Gradients = []
+        for parameter in self._parameters:
+            found.append(parameter.grad)
+            parameter.grad = None
+        return found

@@ -1,0 +1,141 @@
+"""Look on while a pipeline's schedule does a step: in which order it receives and computes, what it leaves behind.
+
+What is seen says whether the micro-batches of such a step could be computed in another order, and elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from regrow.run.draws import Draws
+from regrow.run.helping import as_tuple, state_of
+from regrow.state import codec
+
+Task = tuple[int, int]
+"""A stage, by its place among those of the rank, and a micro-batch."""
+
+
+class Observed:
+    """How the schedule went about a step, and what its micro-batches did."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = stages
+        self.receives: list[tuple[str, Task]] = []
+        self.forwards: list[Task] = []
+        self.draws: dict[int, Draws] = {}
+        self.why_not = ""
+        for stage in stages:
+            if isinstance(stage.submod, DistributedDataParallel):
+                self.refuse("DistributedDataParallel sums gradients with replicas in the middle of it")
+            if any(tensor.device.type != "cpu" for tensor in state_of([stage.submod])):
+                self.refuse("only stages in host memory can be shared yet")
+
+    def refuse(self, why: str) -> None:
+        """It cannot be shared: the first reason counts."""
+        self.why_not = self.why_not or why
+
+    def looking_on(self) -> AbstractContextManager[None]:
+        """Look on while a step is done."""
+        return instead(
+            [
+                (stage, name, make)
+                for number, stage in enumerate(self._stages)
+                for name, make in (
+                    ("forward_one_chunk", self._forward(number, stage)),
+                    ("backward_one_chunk", self._backward()),
+                    ("get_fwd_recv_ops", self._receive("forward", number)),
+                    ("get_bwd_recv_ops", self._receive("backward", number)),
+                    ("set_local_fwd_input", self._unshareable("two neighbouring stages are on one rank")),
+                    ("backward_weight_one_chunk", self._unshareable("its schedule computes weights' gradients apart")),
+                )
+            ]
+        )
+
+    def _forward(self, number: int, stage: Any) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(microbatch: int, args: Any, kwargs: Any = None, **more: Any) -> Any:
+                self.forwards.append((number, microbatch))
+                if number in self.draws:
+                    return original(microbatch, args, kwargs, **more)
+                try:
+                    codec.encode([args if stage.is_first else (), kwargs or {}])
+                except ValueError as error:
+                    self.refuse(f"its inputs cannot be sent: {error}")
+                buffers = [buffer.clone() for buffer in stage.submod.buffers()]
+                others = _other_random()
+                self.draws[number] = Draws()
+                with self.draws[number]:
+                    output = original(microbatch, args, kwargs, **more)
+                if not all(isinstance(each, torch.Tensor) for each in as_tuple(output)):
+                    self.refuse("it gives something else than tensors")
+                same = zip(buffers, stage.submod.buffers(), strict=True)
+                if not all(torch.equal(before, after) for before, after in same):
+                    self.refuse("its forward writes to buffers, in the order of the micro-batches")
+                if others != _other_random():
+                    self.refuse("its forward draws random numbers from others than torch's generator")
+                return output
+
+            return forward
+
+        return make
+
+    def _backward(self) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                if not kwargs.get("full_backward", True):
+                    self.refuse("its schedule computes weights' gradients apart")
+                before = torch.get_rng_state()
+                result = original(*args, **kwargs)
+                if not torch.equal(before, torch.get_rng_state()):
+                    self.refuse("its backward draws random numbers")
+                return result
+
+            return backward
+
+        return make
+
+    def _receive(self, kind: str, number: int) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def ops(microbatch: int) -> Any:
+                self.receives.append((kind, (number, microbatch)))
+                return original(microbatch)
+
+            return ops
+
+        return make
+
+    def _unshareable(self, why: str) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.refuse(why)
+                return original(*args, **kwargs)
+
+            return call
+
+        return make
+
+
+@contextlib.contextmanager
+def instead(replaced: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Put functions in place of objects' methods: ``make(original)`` gives each."""
+    for owner, name, make in replaced:
+        setattr(owner, name, make(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, _ in replaced:
+            with contextlib.suppress(AttributeError):
+                delattr(owner, name)  # the class's own shows again
+
+
+def _other_random() -> bytes:
+    """Return the state of the generators that are not torch's."""
+    return codec.encode([random.getstate(), np.random.get_state(legacy=False)])

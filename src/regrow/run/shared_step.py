@@ -1,0 +1,226 @@
+"""One replayed step of which helpers compute a part, while its schedule runs as ever.
+
+Where the schedule asks a stage for the forward or backward of a micro-batch that a helper has, it is given the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from regrow.errors import PeerLost
+from regrow.journal import Record
+from regrow.plan.team import slices
+from regrow.run.draws import fingerprint
+from regrow.run.helping import Gradients, add_up
+from regrow.run.observed import Observed, Task, instead
+
+if TYPE_CHECKING:
+    from regrow.run.sharing import SharedReplay
+
+
+class Unshareable(PeerLost):
+    """A shared step turned out not to be shareable: it is done again, alone."""
+
+
+class Known:
+    """What each micro-batch of a step begins with: inputs, random numbers, gradients if they come from elsewhere."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        seen: Observed,
+        records: dict[tuple[str, Task], list[Record]],
+        arg_mbs: Sequence[Any] | None,
+        kwarg_mbs: Sequence[Any] | None,
+    ) -> None:
+        self._stages = stages
+        self._records = records
+        self._args = arg_mbs
+        self._kwargs = kwarg_mbs
+        self.order = seen.forwards
+        self.begins: dict[Task, torch.Tensor] = {}
+        self.ends: dict[Task, torch.Tensor] = {}
+        now = state = torch.get_rng_state()
+        for task in seen.forwards:
+            self.begins[task] = state
+            seen.draws[task[0]].again()
+            self.ends[task] = state = torch.get_rng_state()
+        self.random_after = state
+        torch.set_rng_state(now)
+
+    def given(self, task: Task) -> dict[str, Any]:
+        """Return what a helper needs to compute a micro-batch."""
+        number, microbatch = task
+        stage = self._stages[number]
+        if stage.is_first:
+            args = tuple(self._args[microbatch]) if self._args is not None else ()
+        else:
+            infos = stage.args_recv_info[microbatch]
+            args = tuple(
+                record.tensor().requires_grad_(info.tensor_meta.requires_grad)
+                for record, info in zip(self._records["forward", task], infos, strict=True)
+            )
+        gradients: Gradients | None = None
+        if not stage.is_last:
+            came = iter(self._records["backward", task])
+            infos = stage.grad_recv_info[microbatch]
+            gradients = [None if info.buffer is None else next(came).tensor() for info in infos]
+        kwargs = self._kwargs[microbatch] if self._kwargs is not None else None
+        return {"args": args, "kwargs": kwargs or {}, "gradients": gradients, "random": self.begins[task]}
+
+
+class SharedStep:
+    """One step of which helpers compute a part."""
+
+    def __init__(self, replay: SharedReplay, helpers: Sequence[int], known: Known) -> None:
+        self._helpers = helpers
+        self._known = known
+        self._sharing = replay.sharing
+        self._line = replay.line
+        self._stages = replay.stages
+        self._owner_of: dict[int, int] = {}
+        self._sums = replay.sums
+        self._kept: dict[Task, Gradients] = {}
+        self._sends: list[tuple[str, Task, list[dist.P2POp]]] = []
+        self._scales: list[tuple[Any, tuple[Any, ...]]] = []
+        self._parameters = [parameter for stage in self._stages for parameter in stage.submod.parameters()]
+        if not self._sums:
+            self._sums += [None] * len(self._parameters)
+        parts = slices(replay.schedule._n_microbatches, len(helpers) + 1)
+        for helper, part in zip(helpers, parts, strict=False):
+            self._owner_of |= dict.fromkeys(part, helper)
+        replay.send_state(helpers)
+        tasks = {helper: [task for task in known.order if self._owner_of.get(task[1]) == helper] for helper in helpers}
+        for at, helper in enumerate(helpers):
+            self._line.tell(helper, "order", replay.order("step", helpers, at, tasks[helper], load=True))
+        for helper in helpers:
+            for stage, microbatch in tasks[helper]:
+                self._line.tell(helper, f"in/{stage}/{microbatch}", known.given((stage, microbatch)))
+        self._begin_sum()
+
+    def _begin_sum(self) -> None:
+        """The sum begins with what the script has left in the gradients."""
+        present = bytes(parameter.grad is not None for parameter in self._parameters)
+        self._line.courier.send(self._helpers[0], "team/present", memoryview(present), stays=True)
+        for at, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._line.send(self._helpers[0], f"sum/{at}", parameter.grad.contiguous())
+                parameter.grad = None
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Answer the schedule in place of its stages while it does the step."""
+        replaced = [
+            (stage, name, make)
+            for number, stage in enumerate(self._stages)
+            for name, make in (
+                ("forward_one_chunk", self._forward(number, stage)),
+                ("backward_one_chunk", self._backward(number, stage)),
+                ("get_fwd_send_ops", self._send("forward", number)),
+                ("get_bwd_send_ops", self._send("backward", number)),
+                ("scale_grads", self._scale(stage)),
+            )
+        ]
+        with instead(replaced):
+            yield
+
+    def _forward(self, number: int, stage: Any) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(microbatch: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+                task = (number, microbatch)
+                owner = self._owner_of.get(microbatch)
+                if owner is None:
+                    torch.set_rng_state(self._known.begins[task])
+                    output = original(microbatch, args, kwargs, save_forward_output)
+                    self._check(task, fingerprint(torch.get_rng_state()))
+                    return output
+                outputs, flags, is_tuple, name = self._line.hear(owner, f"out/{number}/{microbatch}")
+                self._check(task, name)
+                for tensor, flag in zip(outputs, flags, strict=True):
+                    tensor.requires_grad_(flag)
+                output = tuple(outputs) if is_tuple else outputs[0]
+                if stage.is_last and save_forward_output:
+                    stage.output_chunks.append(output)
+                stage.fwd_cache[microbatch] = (tuple(outputs), [])
+                return output
+
+            return forward
+
+        return make
+
+    def _check(self, task: Task, name: str) -> None:
+        if name != fingerprint(self._known.ends[task]):
+            self._sharing.why_not = "how many random numbers a micro-batch draws depends on its values"
+            raise Unshareable(f"micro-batch {task[1]} drew other random numbers than the first one did")
+
+    def _backward(self, number: int, stage: Any) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def backward(microbatch: int, loss: Any = None, **more: Any) -> None:
+                owner = self._owner_of.get(microbatch)
+                if owner is None:
+                    original(microbatch, loss=loss, **more)
+                    self._kept[number, microbatch] = [parameter.grad for parameter in self._parameters]
+                    for parameter in self._parameters:
+                        parameter.grad = None
+                    return
+                outputs, _ = stage.fwd_cache.pop(microbatch)
+                if stage.is_last:
+                    if loss is not None:
+                        loss.backward()
+                    gradients = [output.grad for output in outputs]
+                    self._line.tell(owner, f"gradient/{number}/{microbatch}", gradients)
+                    for output in outputs:
+                        output.requires_grad_(False)
+
+            return backward
+
+        return make
+
+    def _send(self, kind: str, number: int) -> Callable[..., Any]:
+        """Put a message by: what goes backward is not there yet, and all must be sent in the schedule's order."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def ops(microbatch: int) -> list[Any]:
+                at_once = kind == "forward"
+                self._sends.append((kind, (number, microbatch), original(microbatch) if at_once else []))
+                return []
+
+            return ops
+
+        return make
+
+    def _scale(self, stage: Any) -> Callable[..., Any]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def scale(*args: Any) -> None:
+                self._scales.append((stage, args))
+
+            return scale
+
+        return make
+
+    def finish(self) -> None:
+        """Take what the helpers give: the sum of all gradients, and what goes to the stage before."""
+        ours = [self._kept[task] for task in sorted(self._kept, key=lambda task: task[1])]
+        for kind, (number, microbatch), ready in self._sends:
+            ops = ready
+            if kind == "backward":
+                stage, owner = self._stages[number], self._owner_of.get(microbatch)
+                if owner is not None:
+                    back = self._line.hear(owner, f"back/{number}/{microbatch}")
+                    stage.bwd_cache[microbatch] = tuple(back)
+                ops = stage.get_bwd_send_ops(microbatch)
+            if ops:
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()
+        sums = add_up(self._line, self._helpers[-1], None, self._parameters, ours, self._sums)
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = total
+        for stage, args in self._scales:
+            stage.scale_grads(*args)
+        torch.set_rng_state(self._known.random_after)
+        self._line.courier.flush()  # parameters were sent from where the update will write

@@ -1,0 +1,258 @@
+"""Let idle ranks compute micro-batches of a step that is replayed.
+
+All that a replayed step receives is known before it begins, so its micro-batches can be computed in any order and
+anywhere. The schedule itself runs as ever, on the rank whose stage it is: it sends, receives, computes the loss. Only
+where it asks a stage for the forward or backward of a micro-batch that a helper has computed, it is given the result.
+
+The first step is done alone and looked at: in which order the schedule receives, computes and sends, what a micro-batch
+draws of random numbers, whether it leaves traces. If it does (batch norm's averages), the replay goes on alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from regrow.errors import PeerLost
+from regrow.journal import Channel, Record
+from regrow.plan.team import TeamSize
+from regrow.run.helping import Line, as_tuple, describe, digest, state_of
+from regrow.run.observed import Observed, Task
+from regrow.run.shared_step import Known, SharedStep
+from regrow.run.transport import Transport
+
+METHOD = "_step_microbatches"
+PATIENCE_STEPS = 3
+"""For how many steps helpers that are still building are waited for, while the replay goes on alone."""
+
+Say = Callable[[str], None]
+Event = Callable[..., None]
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the pipeline stages that a schedule runs on this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+class Sharing:
+    """Stands before a schedule's micro-batches; does nothing unless a replay with helpers is under way."""
+
+    def __init__(
+        self, schedule: Any, rank: int, *, line: Line, transport: Transport, helpers: int | None, say: Say, event: Event
+    ) -> None:
+        """``helpers``: how many there are to be; ``None``: as many as make it faster."""
+        self.schedule = schedule
+        self.rank = rank
+        self.line = line
+        self.transport = transport
+        self.helpers = helpers
+        self.say = say
+        self.event = event
+        self._replay: SharedReplay | None = None
+        if not hasattr(schedule, METHOD):
+            raise RuntimeError("this PyTorch's pipeline schedules are built differently: regrow supports torch 2.13")
+        self.original = getattr(schedule, METHOD)
+        setattr(schedule, METHOD, self._step)
+        self.why_not = ""
+        """Why this rank's micro-batches cannot be computed elsewhere, once that is known."""
+
+    def begin(self, helpers: Sequence[int], alone_from: int | None) -> None:
+        """A generation begins, perhaps with a replay; these ranks wait to be told what to do until a step."""
+        self._replay = None
+        if helpers and alone_from is not None:
+            self._replay = SharedReplay(self, helpers, alone_from)
+
+    def completed(self, step: int) -> None:
+        """A step is complete: let the helpers go if it was the last one that is shared."""
+        if self._replay is not None and step + 1 >= self._replay.alone_from:
+            self.end()
+
+    def end(self) -> None:
+        """Let the helpers go."""
+        replay, self._replay = self._replay, None
+        if replay is not None:
+            with contextlib.suppress(PeerLost):  # one that is gone needs no word, and ends the generation anyway
+                replay.end()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        replay = self._replay
+        if replay is None or self.transport.step >= replay.alone_from:
+            return self.original(*args, **kwargs)
+        return replay.step(args, kwargs)
+
+
+class SharedReplay:
+    """One replay, and who helps with it."""
+
+    def __init__(self, sharing: Sharing, helpers: Sequence[int], alone_from: int) -> None:
+        self.alone_from = alone_from
+        self.sharing = sharing
+        self.line = sharing.line
+        self.schedule = sharing.schedule
+        self.stages = stages_of(self.schedule)
+        self._modules: list[nn.Module] = [stage.submod for stage in self.stages]
+        self._helpers = list(helpers)
+        self._able: list[int] | None = None
+        self._seen: Observed | None = None
+        self._size: TeamSize | None = None
+        self._alone_s = 0.0
+        self._patience = PATIENCE_STEPS
+        self.sums: list[torch.Tensor | None] = []
+        self._times: dict[int, list[float]] = {}
+        for helper in self._helpers:
+            like = describe(self._modules)
+            indices = [stage.stage_index for stage in self.stages]
+            order = {"do": "build", "stages": indices, "like": like, "threads": torch.get_num_threads()}
+            self.line.tell(helper, "order", order)
+
+    def end(self) -> None:
+        """Let the helpers go, and say how it went."""
+        self.sharing.event(
+            "replay_shared",
+            helpers=self._able or [],
+            why_not=self.sharing.why_not,
+            seconds={str(size): sum(times) / len(times) for size, times in self._times.items()},
+            steps={str(size): len(times) for size, times in self._times.items()},
+        )
+        for helper in self._helpers:
+            self.line.tell(helper, "order", {"do": "end"})
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the micro-batches of a step, with whoever helps."""
+        if self._seen is None:
+            return self._look_on(args, kwargs)
+        members = self._ready()
+        known = self._known(args, kwargs) if members else None
+        if not members or known is None:
+            return self.sharing.original(*args, **kwargs)
+        if self._size is None:
+            members = self._able = self._probed(members, known)
+            most = min(len(members), self.schedule._n_microbatches)
+            self._size = TeamSize(most, self._alone_s, fixed=self.sharing.helpers)
+        count = self._size.helpers
+        began = time.monotonic()
+        if count:
+            step = SharedStep(self, members[:count], known)
+            with step.standing_in():
+                result = self.sharing.original(*args, **kwargs)
+            step.finish()
+        else:
+            result = self.sharing.original(*args, **kwargs)
+        took = time.monotonic() - began
+        self._times.setdefault(count, []).append(took)
+        self._size.took(took)
+        return result
+
+    # the first step --------------------------------------------------------------------------------------------------
+
+    def _look_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a step alone, and see whether and how the next ones can be shared."""
+        seen = Observed(self.stages)
+        with seen.looking_on():
+            began = time.monotonic()
+            result = self.sharing.original(*args, **kwargs)
+            self._alone_s = time.monotonic() - began
+        self._times.setdefault(0, []).append(self._alone_s)
+        if seen.why_not:
+            self.sharing.why_not = seen.why_not
+            self.sharing.say(f"the replay goes on without help: {seen.why_not}")
+            self.sharing.end()
+        self._seen = seen
+        return result
+
+    # who helps -------------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> list[int]:
+        """Return the helpers that have built this rank's stages; none while they are waited for."""
+        if self._able is not None:
+            return self._able
+        answered = [helper for helper in self._helpers if self.line.courier.has(helper, "team/ready")]
+        if len(answered) < len(self._helpers) and self._patience:
+            self._patience -= 1
+            return []
+        self._able = []
+        for helper in answered:
+            why_not = self.line.hear(helper, "ready")
+            if why_not:
+                self.sharing.say(f"rank {helper} cannot help: {why_not}")
+            else:
+                self._able.append(helper)
+        return self._able
+
+    def _probed(self, members: list[int], known: Known) -> list[int]:
+        """Let everyone compute the first micro-batch; return the helpers that get what this rank gets."""
+        self.send_state(members)
+        tasks = [(stage, 0) for stage in range(len(self.stages))]
+        for at, helper in enumerate(members):
+            self.line.tell(helper, "order", self.order("probe", members, at, tasks, load=True))
+            for task in tasks:
+                self.line.tell(helper, f"in/{task[0]}/{task[1]}", known.given(task))
+        expected = []
+        random_state = torch.get_rng_state()
+        with torch.enable_grad():
+            for task in tasks:
+                given = known.given(task)
+                torch.set_rng_state(given["random"])
+                args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+                        for a in given["args"]]  # fmt: skip
+                expected.append(digest(as_tuple(self._modules[task[0]](*args, **given["kwargs"]))))
+        torch.set_rng_state(random_state)
+        able = []
+        for helper in members:
+            if self.line.hear(helper, "probe") == expected:
+                able.append(helper)
+            else:
+                self.sharing.say(
+                    f"rank {helper} cannot help: its build_stage computes something else than this rank's stage"
+                )
+        return able
+
+    def order(self, what: str, members: Sequence[int], at: int, tasks: Sequence[Task], *, load: bool) -> dict[str, Any]:
+        """Return what a helper is told: what to compute, and between whom it stands."""
+        return {
+            "do": what,
+            "step": int(self.sharing.transport.step),
+            "tasks": [list(task) for task in tasks],
+            "load": load,
+            "from": members[at - 1] if at else self.sharing.rank,
+            "state_to": members[at + 1] if at + 1 < len(members) else None,
+            "sum_to": members[at + 1] if at + 1 < len(members) else self.sharing.rank,
+            "training": [[part.training for part in module.modules()] for module in self._modules],
+            "autocast": [
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.is_autocast_cache_enabled(),
+            ],
+        }
+
+    def send_state(self, members: Sequence[int]) -> None:
+        """Send parameters and buffers to the first helper, which passes them on."""
+        for at, tensor in enumerate(state_of(self._modules)):
+            if tensor.numel():
+                self.line.send(members[0], f"state/{at}", tensor.contiguous())
+
+    # what is known before a step begins ------------------------------------------------------------------------------
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """Collect what every micro-batch of this step will receive; ``None`` if something of it is missing."""
+        assert self._seen is not None
+        records: dict[tuple[str, Task], list[Record]] = {}
+        cursors: dict[tuple[int, Channel], int] = {}
+        for kind, task in self._seen.receives:
+            stage = self.stages[task[0]]
+            ops = stage.get_fwd_recv_ops(task[1]) if kind == "forward" else stage.get_bwd_recv_ops(task[1])
+            for op in ops:
+                channel = self.sharing.transport.channel(op.group, op.tag)
+                at = cursors.setdefault((op.peer, channel), 0)
+                record = self.sharing.transport.peek(op.peer, channel, at)
+                if record is None:
+                    return None
+                cursors[op.peer, channel] = at + 1
+                records.setdefault((kind, task), []).append(record)
+        given = dict(zip(("arg_mbs", "kwarg_mbs"), args, strict=False)) | kwargs
+        return Known(self.stages, self._seen, records, given.get("arg_mbs"), given.get("kwarg_mbs"))

@@ -1,0 +1,69 @@
+"""Who computes which micro-batches of a shared replay, how many help, and which random numbers they begin with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from regrow.plan.team import TeamSize, slices
+from regrow.run.draws import Draws, fingerprint
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_each_micro_batch_once_in_order_and_the_least_for_the_last(count, members):
+    parts = slices(count, members)
+    assert [number for part in parts for number in part] == list(range(count))
+    assert len(parts) == members
+    assert len(parts[-1]) == min(map(len, parts)) and max(map(len, parts)) - len(parts[-1]) <= 1
+
+
+def sizes(size: TeamSize, seconds: dict[int, float], steps: int) -> list[int]:
+    found = []
+    for _ in range(steps):
+        found.append(size.helpers)
+        size.took(seconds[size.helpers])
+    return found
+
+
+def test_all_help_if_that_is_fastest():
+    assert sizes(TeamSize(3, 1.0), {3: 0.3, 1: 0.6}, 4) == [3, 1, 3, 3]
+
+
+def test_half_as_many_as_long_as_that_is_faster():
+    assert sizes(TeamSize(7, 1.0), {7: 0.9, 3: 0.6, 1: 0.5}, 5) == [7, 3, 1, 1, 1]
+
+
+def test_nobody_helps_if_that_costs_more():
+    assert sizes(TeamSize(3, 1.0), {3: 1.2, 0: 1.0}, 3) == [3, 0, 0]
+
+
+def test_a_fixed_number_is_kept_to_and_none_are_not_tried():
+    assert sizes(TeamSize(3, 1.0, fixed=2), {2: 9.0}, 3) == [2, 2, 2]
+    assert TeamSize(3, 1.0, fixed=8).helpers == 3
+    assert TeamSize(0, 1.0).helpers == 0
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.1)),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),
+        nn.Linear(8, 8),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_was_drawn_can_be_drawn_again_without_computing(module):
+    x = torch.randn(3, 5, 8)
+    draws = Draws()
+    with draws:
+        module(x)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        module(torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(seed)))
+        expected = fingerprint(torch.get_rng_state())
+        torch.manual_seed(seed)
+        draws.again()
+        assert fingerprint(torch.get_rng_state()) == expected
