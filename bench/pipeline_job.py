@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,23 @@ from mlp_job import Log
 WIDTH, MICROBATCH, MICROBATCHES = 1024, 32, 8
 
 
+class _Wait(torch.autograd.Function):
+    """The identity, after a while: the given time forward, twice as long backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        if not x.is_meta:
+            time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not gradient.is_meta:
+            time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
 class Waiting(nn.Module):
     """Takes a fixed time and no processor: what a micro-batch costs on a device of its own."""
 
@@ -32,24 +50,28 @@ class Waiting(nn.Module):
         self._seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._seconds and not x.is_meta:
-            time.sleep(self._seconds)
-        return x
+        return _Wait.apply(x, self._seconds)
+
+
+def part(width: int, wait_s: float) -> nn.Module:
+    """Return a stage; all are alike."""
+    layers = [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width)]
+    return nn.Sequential(*layers, *([Waiting(wait_s)] if wait_s else []))
 
 
 class Trainer:
     """One stage with its optimizer, and one step of training it."""
 
-    def __init__(self, group: dist.ProcessGroup | None, wait_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, width: int = WIDTH, wait_s: float = 0.0) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(rank)
-        layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)]
-        self.model = nn.Sequential(*layers, Waiting(wait_s))
+        self.build = lambda index: part(width, wait_s)
+        self.model = self.build(rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         stage = PipelineStage(self.model, rank, world, torch.device("cpu"), group=group)
         self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
         self._first, self._last = rank == 0, rank == world - 1
-        self._x = torch.randn(MICROBATCH * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(1))
+        self._x = torch.randn(MICROBATCH * MICROBATCHES, width, generator=torch.Generator().manual_seed(1))
 
     def step(self) -> None:
         if self._first:
@@ -78,6 +100,24 @@ def make_synchronous(run: regrow.Run, directory: Path) -> None:
     journal.append = synchronous
 
 
+def slow_down(run: regrow.Run, mb_s: float) -> None:
+    """Let the journal's disk take no more than this."""
+    journal = run._stages._journal  # type: ignore[attr-defined]
+    spill = journal._spill
+
+    def slowly(segment: Any) -> None:
+        time.sleep(segment.used / 2**20 / mb_s)
+        spill(segment)
+
+    journal._spill = slowly
+
+
+def resident_mb() -> float:
+    """Memory that this process holds right now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
 def protect(run: regrow.Run, trainer: Trainer, every: int) -> None:
     run.protect(
         model=trainer.model,
@@ -85,13 +125,14 @@ def protect(run: regrow.Run, trainer: Trainer, every: int) -> None:
         schedule=trainer.schedule,
         stage=run.rank,
         checkpoint_every=every,
+        build_stage=trainer.build,
     )
 
 
 def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Take a protected and a plain step in turn, now one first and now the other, and time each."""
     plain_group = dist.new_group(backend="gloo")
-    plain, ours = Trainer(plain_group, 0.0), Trainer(None, 0.0)
+    plain, ours = Trainer(plain_group), Trainer(None)
     protect(run, ours, args.checkpoint_every)
     iterator = run.steps(args.steps)
 
@@ -127,12 +168,14 @@ def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
 
 def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Train and write when each step was done; for recovery times."""
-    ours = Trainer(None, args.wait_s)
+    ours = Trainer(None, args.width, args.wait_s)
     protect(run, ours, args.checkpoint_every)
     for step in run.steps(args.steps):
+        if step.index == 0 and args.disk_mb_s:
+            slow_down(run, args.disk_mb_s)
         with step:
             ours.step()
-        log.write(step=step.index, completed=step.completed)
+        log.write(step=step.index, completed=step.completed, rss_mb=resident_mb())
 
 
 def main() -> None:
@@ -142,6 +185,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--synchronous", action="store_true")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--disk-mb-s", type=float, default=0.0)
     parser.add_argument("--wait-s", type=float, default=0.0)
     args = parser.parse_args()
     torch.set_num_threads(1)

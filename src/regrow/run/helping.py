@@ -118,12 +118,47 @@ def autocast(setting: Sequence[Any]) -> Any:
     return torch.autocast("cpu", enabled=enabled, dtype=dtype, cache_enabled=cached)
 
 
-@dataclass
-class _Task:
-    stage: int
-    microbatch: int
+@dataclass(frozen=True)
+class Computed:
+    """A micro-batch after its forward, ready for its backward."""
+
     args: tuple[Any, ...]
     outputs: tuple[torch.Tensor, ...]
+    is_tuple: bool
+    random_after: str
+    """Where the generator stands: see ``fingerprint``."""
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the outputs without what they were computed from."""
+        return [output.detach().requires_grad_(output.requires_grad) for output in self.outputs]
+
+
+class Stagehand:
+    """Computes single micro-batches of stages, whoever's they are."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.parameters = [parameter for module in modules for parameter in module.parameters()]
+
+    def forward(self, stage: int, given: dict[str, Any], setting: Sequence[Any]) -> Computed:
+        """Run forward from the random numbers that the micro-batch begins with."""
+        torch.set_rng_state(given["random"])
+        args = tuple(given["args"])
+        with torch.enable_grad(), autocast(setting):
+            output = self.modules[stage](*args, **given["kwargs"])
+        after = fingerprint(torch.get_rng_state())
+        return Computed(args, as_tuple(output), isinstance(output, (list, tuple)), after)
+
+    def backward(self, computed: Computed, given: Sequence[torch.Tensor | None]) -> tuple[Gradients, Gradients]:
+        """Run backward; return the gradients of the inputs and those of the parameters."""
+        pairs = [(o, g) for o, g in zip(computed.outputs, given, strict=True) if o.requires_grad and g is not None]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        back = [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in computed.args]
+        found = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return back, found
 
 
 class Helper:
@@ -133,100 +168,79 @@ class Helper:
         self._line = line
         self._owner = owner
         self._build_stage = build_stage
-        self._modules: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
+        self._hand = Stagehand([])
         self._sums: list[torch.Tensor | None] = []
 
     def serve(self) -> None:
         """Do what the owner says until its end; leaves this process's random numbers elsewhere than they were."""
-        order = self._line.hear(self._owner, "order")
+        order = self._hear("order")
         while order["do"] != "end":
             match order["do"]:
                 case "build":
-                    self._line.tell(self._owner, "ready", self._build(order))
+                    self._tell("ready", self._build(order))
                 case "probe":
                     self._load(order)
-                    found = []
-                    for stage, microbatch in order["tasks"]:
-                        given = self._given(stage, microbatch)
-                        found.append(digest(self._forward(stage, microbatch, given, order).outputs))
-                    self._line.tell(self._owner, "probe", found)
+                    found = [
+                        self._hand.forward(s, self._hear(f"in/{s}/{k}"), order["autocast"]) for s, k in order["tasks"]
+                    ]
+                    self._tell("probe", [digest(computed.outputs) for computed in found])
                 case "step":
                     self._load(order)
                     testing.point("helping", order["step"])
                     self._step(order)
-            order = self._line.hear(self._owner, "order")
+            order = self._hear("order")
         self._line.courier.flush()
+
+    def _tell(self, what: str, value: Any) -> None:
+        self._line.tell(self._owner, what, value)
+
+    def _hear(self, what: str) -> Any:
+        return self._line.hear(self._owner, what)
 
     def _build(self, order: dict[str, Any]) -> str:
         """Build the owner's stages; return why this rank cannot help, or nothing."""
         try:
-            self._modules = [self._build_stage(index) for index in order["stages"]]
+            modules = [self._build_stage(index) for index in order["stages"]]
         except Exception as error:  # noqa: BLE001 (the script's own function: the owner goes on without this rank)
             return f"build_stage raised {type(error).__name__}: {error}"
-        if describe(self._modules) != order["like"]:
+        if describe(modules) != order["like"]:
             return "build_stage gives other parameters or buffers than the stage has"
         if torch.get_num_threads() != order["threads"]:
             return f"it computes with {torch.get_num_threads()} threads, the lost rank with {order['threads']}"
-        self._parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        self._sums = [None] * len(self._parameters)
+        self._hand = Stagehand(modules)
+        self._sums = [None] * len(self._hand.parameters)
         return ""
 
     def _load(self, order: dict[str, Any]) -> None:
         """Take over the owner's parameters, and pass them on."""
         self._line.courier.flush()  # what was sent last may still lie in the memory that is written now
-        for module, flags in zip(self._modules, order["training"], strict=True):
+        for module, flags in zip(self._hand.modules, order["training"], strict=True):
             for part, training in zip(module.modules(), flags, strict=True):
                 part.training = training
-        if not order["load"]:
-            return
-        for at, tensor in enumerate(state_of(self._modules)):
+        for at, tensor in enumerate(state_of(self._hand.modules)):
             if tensor.numel():
                 self._line.receive(order["from"], f"state/{at}", tensor)
                 if order["state_to"] is not None:
                     self._line.send(order["state_to"], f"state/{at}", tensor)
 
-    def _given(self, stage: int, microbatch: int) -> dict[str, Any]:
-        given: dict[str, Any] = self._line.hear(self._owner, f"in/{stage}/{microbatch}")
-        return given
-
     def _step(self, order: dict[str, Any]) -> None:
         gradients: dict[tuple[int, int], Gradients] = {}
         waiting = []
         for stage, microbatch in order["tasks"]:
-            given = self._given(stage, microbatch)
-            task = self._forward(stage, microbatch, given, order)
-            outputs = [output.detach() for output in task.outputs]
-            flags = [output.requires_grad for output in task.outputs]
-            name = fingerprint(torch.get_rng_state())
-            self._line.tell(self._owner, f"out/{stage}/{microbatch}", [outputs, flags, given["is_tuple"], name])
+            given = self._hear(f"in/{stage}/{microbatch}")
+            computed = self._hand.forward(stage, given, order["autocast"])
+            self._tell(f"out/{stage}/{microbatch}", [computed.leaves(), computed.is_tuple, computed.random_after])
             if given["gradients"] is None:
-                waiting.append(task)
+                waiting.append((stage, microbatch, computed))
             else:
-                gradients[stage, microbatch] = self._backward(task, given["gradients"])
-        for task in waiting:  # of the last stage, whose owner computes the loss
-            heard = self._line.hear(self._owner, f"gradient/{task.stage}/{task.microbatch}")
-            gradients[task.stage, task.microbatch] = self._backward(task, heard)
+                gradients[stage, microbatch] = self._backward(stage, microbatch, computed, given["gradients"])
+        for stage, microbatch, computed in waiting:  # of the last stage, whose owner computes the loss
+            heard = self._hear(f"gradient/{stage}/{microbatch}")
+            gradients[stage, microbatch] = self._backward(stage, microbatch, computed, heard)
         ours = [gradients[key] for key in sorted(gradients, key=lambda key: key[1])]
-        add_up(self._line, order["from"], order["sum_to"], self._parameters, ours, self._sums)
+        add_up(self._line, order["from"], order["sum_to"], self._hand.parameters, ours, self._sums)
 
-    def _forward(self, stage: int, microbatch: int, given: dict[str, Any], order: dict[str, Any]) -> _Task:
-        torch.set_rng_state(given["random"])
-        args = tuple(given["args"])
-        with torch.enable_grad(), autocast(order["autocast"]):
-            output = self._modules[stage](*args, **given["kwargs"])
-        given["is_tuple"] = isinstance(output, (list, tuple))
-        return _Task(stage, microbatch, args, as_tuple(output))
-
-    def _backward(self, task: _Task, given: Sequence[torch.Tensor | None]) -> Gradients:
-        """Run backward, tell the owner the gradients of the inputs, and return those of the parameters."""
-        pairs = [(o, g) for o, g in zip(task.outputs, given, strict=True) if o.requires_grad and g is not None]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        back = [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in task.args]
-        self._line.tell(self._owner, f"back/{task.stage}/{task.microbatch}", back)
-        found: Gradients = []
-        for parameter in self._parameters:
-            found.append(parameter.grad)
-            parameter.grad = None
+    def _backward(self, stage: int, microbatch: int, computed: Computed, given: Gradients) -> Gradients:
+        back, found = self._hand.backward(computed, given)
+        self._tell(f"back/{stage}/{microbatch}", back)
         return found

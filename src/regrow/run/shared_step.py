@@ -5,8 +5,8 @@ Where the schedule asks a stage for the forward or backward of a micro-batch tha
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from regrow.errors import PeerLost
 from regrow.journal import Record
 from regrow.plan.team import slices
 from regrow.run.draws import fingerprint
-from regrow.run.helping import Gradients, add_up
+from regrow.run.helping import Computed, Gradients, Stagehand, add_up
 from regrow.run.observed import Observed, Task, instead
 
 if TYPE_CHECKING:
@@ -75,7 +75,12 @@ class Known:
 
 
 class SharedStep:
-    """One step of which helpers compute a part."""
+    """One step of which helpers compute a part.
+
+    This rank's own part is computed before the schedule begins, as far as it can be; so the schedule, which asks for
+    one micro-batch after the other, waits for nobody for long. Of the last stage, whose gradients come from the loss, the
+    backward follows when the schedule has given the helpers theirs.
+    """
 
     def __init__(self, replay: SharedReplay, helpers: Sequence[int], known: Known) -> None:
         self._helpers = helpers
@@ -83,111 +88,124 @@ class SharedStep:
         self._sharing = replay.sharing
         self._line = replay.line
         self._stages = replay.stages
+        self._hand = Stagehand([stage.submod for stage in replay.stages])
         self._owner_of: dict[int, int] = {}
         self._sums = replay.sums
-        self._kept: dict[Task, Gradients] = {}
+        self._computed: dict[Task, Computed] = {}
+        self._gradients: dict[Task, Gradients] = {}
         self._sends: list[tuple[str, Task, list[dist.P2POp]]] = []
         self._scales: list[tuple[Any, tuple[Any, ...]]] = []
-        self._parameters = [parameter for stage in self._stages for parameter in stage.submod.parameters()]
         if not self._sums:
-            self._sums += [None] * len(self._parameters)
+            self._sums += [None] * len(self._hand.parameters)
         parts = slices(replay.schedule._n_microbatches, len(helpers) + 1)
         for helper, part in zip(helpers, parts, strict=False):
             self._owner_of |= dict.fromkeys(part, helper)
-        replay.send_state(helpers)
-        tasks = {helper: [task for task in known.order if self._owner_of.get(task[1]) == helper] for helper in helpers}
-        for at, helper in enumerate(helpers):
-            self._line.tell(helper, "order", replay.order("step", helpers, at, tasks[helper], load=True))
-        for helper in helpers:
-            for stage, microbatch in tasks[helper]:
-                self._line.tell(helper, f"in/{stage}/{microbatch}", known.given((stage, microbatch)))
+        self._dispatch(replay)
         self._begin_sum()
+        for task in known.order:
+            if task[1] not in self._owner_of:
+                self._compute(task, replay.autocast())
+
+    def _dispatch(self, replay: SharedReplay) -> None:
+        """Tell the helpers what to do, and give them what they need for it."""
+        replay.send_state(self._helpers)
+        tasks: dict[int, list[Task]] = {helper: [] for helper in self._helpers}
+        for task in self._known.order:
+            if task[1] in self._owner_of:
+                tasks[self._owner_of[task[1]]].append(task)
+        for at, helper in enumerate(self._helpers):
+            self._line.tell(helper, "order", replay.order("step", self._helpers, at, tasks[helper]))
+        for helper in self._helpers:
+            for stage, microbatch in tasks[helper]:
+                self._line.tell(helper, f"in/{stage}/{microbatch}", self._known.given((stage, microbatch)))
 
     def _begin_sum(self) -> None:
         """The sum begins with what the script has left in the gradients."""
-        present = bytes(parameter.grad is not None for parameter in self._parameters)
+        parameters = self._hand.parameters
+        present = bytes(parameter.grad is not None for parameter in parameters)
         self._line.courier.send(self._helpers[0], "team/present", memoryview(present), stays=True)
-        for at, parameter in enumerate(self._parameters):
+        for at, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 self._line.send(self._helpers[0], f"sum/{at}", parameter.grad.contiguous())
                 parameter.grad = None
 
-    @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Answer the schedule in place of its stages while it does the step."""
-        replaced = [
-            (stage, name, make)
-            for number, stage in enumerate(self._stages)
-            for name, make in (
-                ("forward_one_chunk", self._forward(number, stage)),
-                ("backward_one_chunk", self._backward(number, stage)),
-                ("get_fwd_send_ops", self._send("forward", number)),
-                ("get_bwd_send_ops", self._send("backward", number)),
-                ("scale_grads", self._scale(stage)),
-            )
-        ]
-        with instead(replaced):
-            yield
+    def _compute(self, task: Task, setting: Sequence[Any]) -> None:
+        """Compute a micro-batch of this rank's own part."""
+        given = self._known.given(task)
+        self._computed[task] = computed = self._hand.forward(task[0], given, setting)
+        self._check(task, computed.random_after)
+        if given["gradients"] is not None:
+            self._back(task, given["gradients"])
 
-    def _forward(self, number: int, stage: Any) -> Callable[..., Any]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(microbatch: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
-                task = (number, microbatch)
-                owner = self._owner_of.get(microbatch)
-                if owner is None:
-                    torch.set_rng_state(self._known.begins[task])
-                    output = original(microbatch, args, kwargs, save_forward_output)
-                    self._check(task, fingerprint(torch.get_rng_state()))
-                    return output
-                outputs, flags, is_tuple, name = self._line.hear(owner, f"out/{number}/{microbatch}")
-                self._check(task, name)
-                for tensor, flag in zip(outputs, flags, strict=True):
-                    tensor.requires_grad_(flag)
-                output = tuple(outputs) if is_tuple else outputs[0]
-                if stage.is_last and save_forward_output:
-                    stage.output_chunks.append(output)
-                stage.fwd_cache[microbatch] = (tuple(outputs), [])
-                return output
-
-            return forward
-
-        return make
+    def _back(self, task: Task, gradients: Gradients) -> None:
+        back, self._gradients[task] = self._hand.backward(self._computed[task], gradients)
+        self._stages[task[0]].bwd_cache[task[1]] = tuple(back)
 
     def _check(self, task: Task, name: str) -> None:
         if name != fingerprint(self._known.ends[task]):
             self._sharing.why_not = "how many random numbers a micro-batch draws depends on its values"
             raise Unshareable(f"micro-batch {task[1]} drew other random numbers than the first one did")
 
+    # in place of the stages ------------------------------------------------------------------------------------------
+
+    def standing_in(self) -> AbstractContextManager[None]:
+        """Answer the schedule in place of its stages while it does the step."""
+        return instead(
+            [
+                (stage, name, make)
+                for number, stage in enumerate(self._stages)
+                for name, make in (
+                    ("forward_one_chunk", self._forward(number, stage)),
+                    ("backward_one_chunk", self._backward(number, stage)),
+                    ("get_fwd_send_ops", self._send("forward", number)),
+                    ("get_bwd_send_ops", self._send("backward", number)),
+                    ("scale_grads", self._scale(stage)),
+                )
+            ]
+        )
+
+    def _forward(self, number: int, stage: Any) -> Callable[..., Any]:
+        def forward(microbatch: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+            task = (number, microbatch)
+            owner = self._owner_of.get(microbatch)
+            if owner is None:
+                outputs, is_tuple = self._computed[task].leaves(), self._computed[task].is_tuple
+            else:
+                outputs, is_tuple, name = self._line.hear(owner, f"out/{number}/{microbatch}")
+                self._check(task, name)
+            output = tuple(outputs) if is_tuple else outputs[0]
+            if stage.is_last and save_forward_output:
+                stage.output_chunks.append(output)
+            stage.fwd_cache[microbatch] = (tuple(outputs), [])
+            return output
+
+        return lambda original: forward
+
     def _backward(self, number: int, stage: Any) -> Callable[..., Any]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def backward(microbatch: int, loss: Any = None, **more: Any) -> None:
-                owner = self._owner_of.get(microbatch)
-                if owner is None:
-                    original(microbatch, loss=loss, **more)
-                    self._kept[number, microbatch] = [parameter.grad for parameter in self._parameters]
-                    for parameter in self._parameters:
-                        parameter.grad = None
-                    return
-                outputs, _ = stage.fwd_cache.pop(microbatch)
-                if stage.is_last:
-                    if loss is not None:
-                        loss.backward()
-                    gradients = [output.grad for output in outputs]
-                    self._line.tell(owner, f"gradient/{number}/{microbatch}", gradients)
-                    for output in outputs:
-                        output.requires_grad_(False)
+        def backward(microbatch: int, loss: Any = None, **more: Any) -> None:
+            outputs, _ = stage.fwd_cache.pop(microbatch)
+            if not stage.is_last:
+                return
+            if loss is not None:
+                loss.backward()
+            gradients = [output.grad for output in outputs]
+            owner = self._owner_of.get(microbatch)
+            if owner is None:
+                self._gradients[number, microbatch] = gradients  # of the outputs, until the end
+            else:
+                self._line.tell(owner, f"gradient/{number}/{microbatch}", gradients)
+            for output in outputs:
+                output.requires_grad_(False)
 
-            return backward
-
-        return make
+        return lambda original: backward
 
     def _send(self, kind: str, number: int) -> Callable[..., Any]:
         """Put a message by: what goes backward is not there yet, and all must be sent in the schedule's order."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def ops(microbatch: int) -> list[Any]:
-                at_once = kind == "forward"
-                self._sends.append((kind, (number, microbatch), original(microbatch) if at_once else []))
+                ready = original(microbatch) if kind == "forward" else []
+                self._sends.append((kind, (number, microbatch), ready))
                 return []
 
             return ops
@@ -195,32 +213,34 @@ class SharedStep:
         return make
 
     def _scale(self, stage: Any) -> Callable[..., Any]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(*args: Any) -> None:
-                self._scales.append((stage, args))
+        return lambda original: lambda *args: self._scales.append((stage, args))
 
-            return scale
-
-        return make
+    # the end ---------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Take what the helpers give: the sum of all gradients, and what goes to the stage before."""
-        ours = [self._kept[task] for task in sorted(self._kept, key=lambda task: task[1])]
-        for kind, (number, microbatch), ready in self._sends:
-            ops = ready
-            if kind == "backward":
-                stage, owner = self._stages[number], self._owner_of.get(microbatch)
-                if owner is not None:
-                    back = self._line.hear(owner, f"back/{number}/{microbatch}")
-                    stage.bwd_cache[microbatch] = tuple(back)
-                ops = stage.get_bwd_send_ops(microbatch)
-            if ops:
-                for work in dist.batch_isend_irecv(ops):
-                    work.wait()
-        sums = add_up(self._line, self._helpers[-1], None, self._parameters, ours, self._sums)
-        for parameter, total in zip(self._parameters, sums, strict=True):
+        for task in self._computed:
+            if self._stages[task[0]].is_last:
+                self._back(task, self._gradients[task])
+        self._send_all()
+        ours = [self._gradients[task] for task in sorted(self._gradients, key=lambda task: task[1])]
+        sums = add_up(self._line, self._helpers[-1], None, self._hand.parameters, ours, self._sums)
+        for parameter, total in zip(self._hand.parameters, sums, strict=True):
             parameter.grad = total
         for stage, args in self._scales:
             stage.scale_grads(*args)
         torch.set_rng_state(self._known.random_after)
         self._line.courier.flush()  # parameters were sent from where the update will write
+
+    def _send_all(self) -> None:
+        """Send, that is take down in the journal, what the schedule has sent, in its order."""
+        for kind, (number, microbatch), ready in self._sends:
+            ops = ready
+            if kind == "backward":
+                stage, owner = self._stages[number], self._owner_of.get(microbatch)
+                if owner is not None:
+                    stage.bwd_cache[microbatch] = tuple(self._line.hear(owner, f"back/{number}/{microbatch}"))
+                ops = stage.get_bwd_send_ops(microbatch)
+            if ops:
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()

@@ -21,7 +21,7 @@ from torch import nn
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Record
 from regrow.plan.team import TeamSize
-from regrow.run.helping import Line, as_tuple, describe, digest, state_of
+from regrow.run.helping import Line, Stagehand, describe, digest, state_of
 from regrow.run.observed import Observed, Task
 from regrow.run.shared_step import Known, SharedStep
 from regrow.run.transport import Transport
@@ -189,19 +189,14 @@ class SharedReplay:
         self.send_state(members)
         tasks = [(stage, 0) for stage in range(len(self.stages))]
         for at, helper in enumerate(members):
-            self.line.tell(helper, "order", self.order("probe", members, at, tasks, load=True))
+            self.line.tell(helper, "order", self.order("probe", members, at, tasks))
             for task in tasks:
                 self.line.tell(helper, f"in/{task[0]}/{task[1]}", known.given(task))
-        expected = []
+        hand = Stagehand(self._modules)
         random_state = torch.get_rng_state()
-        with torch.enable_grad():
-            for task in tasks:
-                given = known.given(task)
-                torch.set_rng_state(given["random"])
-                args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
-                        for a in given["args"]]  # fmt: skip
-                expected.append(digest(as_tuple(self._modules[task[0]](*args, **given["kwargs"]))))
+        own = [hand.forward(task[0], known.given(task), self.autocast()) for task in tasks]
         torch.set_rng_state(random_state)
+        expected = [digest(computed.outputs) for computed in own]
         able = []
         for helper in members:
             if self.line.hear(helper, "probe") == expected:
@@ -212,23 +207,23 @@ class SharedReplay:
                 )
         return able
 
-    def order(self, what: str, members: Sequence[int], at: int, tasks: Sequence[Task], *, load: bool) -> dict[str, Any]:
+    def order(self, what: str, members: Sequence[int], at: int, tasks: Sequence[Task]) -> dict[str, Any]:
         """Return what a helper is told: what to compute, and between whom it stands."""
         return {
             "do": what,
             "step": int(self.sharing.transport.step),
             "tasks": [list(task) for task in tasks],
-            "load": load,
             "from": members[at - 1] if at else self.sharing.rank,
             "state_to": members[at + 1] if at + 1 < len(members) else None,
             "sum_to": members[at + 1] if at + 1 < len(members) else self.sharing.rank,
             "training": [[part.training for part in module.modules()] for module in self._modules],
-            "autocast": [
-                torch.is_autocast_enabled("cpu"),
-                torch.get_autocast_dtype("cpu"),
-                torch.is_autocast_cache_enabled(),
-            ],
+            "autocast": self.autocast(),
         }
+
+    def autocast(self) -> list[Any]:
+        """Return how the script runs its schedule right now."""
+        enabled, cached = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        return [enabled, torch.get_autocast_dtype("cpu"), cached]
 
     def send_state(self, members: Sequence[int]) -> None:
         """Send parameters and buffers to the first helper, which passes them on."""
