@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +173,18 @@ def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
         assert max(fields["through_step"] for name, fields in said if name == "journal_given_up") < journal.kept_from
     finally:
         journal.close()
+
+
+def test_the_last_of_a_disk_is_left_to_others(journal, tmp_path, monkeypatch):
+    """Logs and events are on the same disk; what an administrator keeps for himself does not count as free."""
+    free = {"f_frsize": 1 << 10, "f_blocks": 2 << 10, "f_bfree": 2 << 10}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**free, f_bavail=150))
+    tmp_path.joinpath("spill").mkdir()
+    journal._leave_room(40 << 10)
+    with pytest.raises(OSError, match=r"No space left on device: the last 0\.1 MB are left for logs"):
+        journal._leave_room(60 << 10)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
+    journal._leave_room(60 << 10)  # a file system that does not tell
 
 
 def test_one_step_that_is_larger_than_all_memory_and_no_disk(tmp_path):
