@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow import testing
 from regrow.courier import Address, Courier
 from regrow.errors import LinkLost, PeerLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
@@ -280,6 +281,7 @@ class Stages:
             self._event("checkpoint_failed", step=step, why=self._writer.failure)
             self._refuse(step)
             return
+        testing.point("checkpoint_written", step)
         self._bad.pop(step, None)
         self._tidy()
         self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
@@ -344,6 +346,7 @@ class Stages:
             self._tidy()
             self._event("checkpoint_refused", step=step)
             return
+        testing.point("checkpoint_commit", step)
         self._committed.append(step)
         self._gave_up = False
         self._journal.drop_before(step)

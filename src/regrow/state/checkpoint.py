@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from regrow import testing
 from regrow.ids import Step
 from regrow.state import bundles
 from regrow.state.registry import Registry
@@ -109,7 +110,9 @@ class Writer:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with torn.open("wb") as file:
-                for part in (head, text, *parts):
+                for number, part in enumerate((head, text, *parts)):
+                    if number == len(parts) // 2:
+                        testing.point("checkpoint_write", step)
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
