@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -282,6 +283,73 @@ def test_a_stranger_gets_nothing(journal):
         server.close()
     with pytest.raises((PeerLost, OSError)):
         Fetcher(0, server.address, "secret", me=1).get(0)
+
+
+def test_a_connection_ends_with_the_host_at_its_other_side(journal):
+    """Without a word from there: the kernel asks while the connection is idle, and limits what is not taken."""
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    try:
+        assert len(fetcher.get(0)[TO_1]) == 1
+        (connection,) = server._open
+        assert connection.gettimeout() is None  # a fetcher may be idle for as long as it likes
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        idle_s, every_s, count, unsent_ms = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        assert idle_s + every_s * count <= 60 and unsent_ms <= 60_000
+    finally:
+        fetcher.close()
+        server.close()
+
+
+def test_a_closed_server_leaves_no_threads(journal):
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    idle = [Fetcher(0, server.address, "secret", me=1) for _ in range(3)]
+    silent = socket.create_connection(server.address, 10.0)  # has not even said hello
+    try:
+        assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in idle)
+        deadline = time.monotonic() + 10
+        while len(threads := [server._listener, *server._open.values()]) < 5:
+            assert time.monotonic() < deadline
+        server.close()
+        assert not any(thread.is_alive() for thread in threads)
+        with pytest.raises(PeerLost):
+            idle[0].get(0)
+    finally:
+        silent.close()
+        server.close()
+        for fetcher in idle:
+            fetcher.close()
+
+
+def test_a_caller_that_hangs_up_does_not_end_the_server(journal, monkeypatch):
+    monkeypatch.setattr("regrow.journal.serve._LOOK_EVERY_S", 0.001)
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    listening, failures = server._socket, [ConnectionAbortedError(), OSError("too many open files")]
+
+    class Failing:
+        """Fails twice, and is then the socket itself."""
+
+        def accept(self):
+            if failures:
+                raise failures.pop()
+            return listening.accept()
+
+        def __getattr__(self, name):
+            return getattr(listening, name)
+
+    server._socket = Failing()
+    fetchers = [Fetcher(0, server.address, "secret", me=1) for _ in range(2)]  # the first is taken by the accept before
+    try:
+        assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in fetchers)
+        assert not failures
+    finally:
+        for fetcher in fetchers:
+            fetcher.close()
+        server.close()
 
 
 def test_back_pressure_is_reported(tmp_path, monkeypatch):
