@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +176,18 @@ def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
         journal.close()
 
 
+def test_the_last_of_a_disk_is_left_to_others(journal, tmp_path, monkeypatch):
+    """Logs and events are on the same disk; what an administrator keeps for himself does not count as free."""
+    free = {"f_frsize": 1 << 10, "f_blocks": 2 << 10, "f_bfree": 2 << 10}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**free, f_bavail=150))
+    tmp_path.joinpath("spill").mkdir()
+    journal._leave_room(40 << 10)
+    with pytest.raises(OSError, match=r"No space left on device: the last 0\.1 MB are left for logs"):
+        journal._leave_room(60 << 10)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
+    journal._leave_room(60 << 10)  # a file system that does not tell
+
+
 def test_one_step_that_is_larger_than_all_memory_and_no_disk(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     journal = Journal(tmp_path / "file" / "spill", memory_bytes=1 << 20, segment_bytes=64 << 10)
@@ -268,6 +283,73 @@ def test_a_stranger_gets_nothing(journal):
         server.close()
     with pytest.raises((PeerLost, OSError)):
         Fetcher(0, server.address, "secret", me=1).get(0)
+
+
+def test_a_connection_ends_with_the_host_at_its_other_side(journal):
+    """Without a word from there: the kernel asks while the connection is idle, and limits what is not taken."""
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    try:
+        assert len(fetcher.get(0)[TO_1]) == 1
+        (connection,) = server._open
+        assert connection.gettimeout() is None  # a fetcher may be idle for as long as it likes
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        idle_s, every_s, count, unsent_ms = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        assert idle_s + every_s * count <= 60 and unsent_ms <= 60_000
+    finally:
+        fetcher.close()
+        server.close()
+
+
+def test_a_closed_server_leaves_no_threads(journal):
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    idle = [Fetcher(0, server.address, "secret", me=1) for _ in range(3)]
+    silent = socket.create_connection(server.address, 10.0)  # has not even said hello
+    try:
+        assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in idle)
+        deadline = time.monotonic() + 10
+        while len(threads := [server._listener, *server._open.values()]) < 5:
+            assert time.monotonic() < deadline
+        server.close()
+        assert not any(thread.is_alive() for thread in threads)
+        with pytest.raises(PeerLost):
+            idle[0].get(0)
+    finally:
+        silent.close()
+        server.close()
+        for fetcher in idle:
+            fetcher.close()
+
+
+def test_a_caller_that_hangs_up_does_not_end_the_server(journal, monkeypatch):
+    monkeypatch.setattr("regrow.journal.serve._LOOK_EVERY_S", 0.001)
+    server = Server(journal, "127.0.0.1", "secret")
+    write(journal, 0, torch.arange(5))
+    listening, failures = server._socket, [ConnectionAbortedError(), OSError("too many open files")]
+
+    class Failing:
+        """Fails twice, and is then the socket itself."""
+
+        def accept(self):
+            if failures:
+                raise failures.pop()
+            return listening.accept()
+
+        def __getattr__(self, name):
+            return getattr(listening, name)
+
+    server._socket = Failing()
+    fetchers = [Fetcher(0, server.address, "secret", me=1) for _ in range(2)]  # the first is taken by the accept before
+    try:
+        assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in fetchers)
+        assert not failures
+    finally:
+        for fetcher in fetchers:
+            fetcher.close()
+        server.close()
 
 
 def test_back_pressure_is_reported(tmp_path, monkeypatch):

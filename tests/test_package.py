@@ -32,7 +32,7 @@ MAY_KNOW = {
     "ddp": {"group"},
     "journal": {"errors", "wire"},
     "courier": {"errors", "wire"},
-    "state": {"ids", "errors", "plan", "slots"},
+    "state": {"ids", "errors", "plan", "slots", "testing"},
     "pieces": set(),
     "updates": {"ids", "pieces", "plan", "state", "undo", "ddp", "testing"},
     "run": {*BOTTOM, "plan", "undo", "data", "testing", "group", "ddp", "state", "journal", "courier", "updates"},

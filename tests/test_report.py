@@ -119,3 +119,34 @@ def test_event_log_appends_and_flushes(tmp_path):
     log.close()
     log.append("dropped")
     assert len(events.read(tmp_path)) == 2
+
+
+def test_a_full_disk_costs_events_and_nothing_else(tmp_path, capsys):
+    (tmp_path / "events.0.jsonl").symlink_to("/dev/full")
+    log = events.EventLog(tmp_path, 0, "r")
+    log.append("one")
+    log.append("two")
+    said = capsys.readouterr().err
+    assert said.count("No space left on device: events are missing from here on") == 1
+    log.close()
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path):
+    class Disk:
+        """Takes ten bytes of the first line."""
+
+        name, closed, data = "events", False, b""
+
+        def write(self, data):
+            taken = data if self.data else data[:10]
+            self.data += taken
+            return len(taken)
+
+    log = events.EventLog(tmp_path, 0, "r")
+    log.close()
+    log._file = disk = Disk()
+    log.append("one")
+    log.append("two")
+    log.append("three")
+    (tmp_path / "events.0.jsonl").write_bytes(disk.data)
+    assert [event["event"] for event in events.read(tmp_path)] == ["two", "three"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from regrow.ids import Step
 from regrow.slots import Slots
-from regrow.state import transfer
+from regrow.state import checkpoint, transfer
 from regrow.state.registry import Registry, per_rank
 from regrow.state.small import LARGE_BYTES, SmallState
 
@@ -188,3 +188,52 @@ def test_shares_are_even():
     owners = transfer.share(chunks, 3)
     loads = [sum(chunk.nbytes for chunk, who in zip(chunks, owners, strict=True) if who == k) for k in range(3)]
     assert max(loads) - min(loads) <= transfer.CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("there", "committed", "refused", "gone"),
+    [
+        ([0, 5, 10], [0, 5, 10], [], [0]),
+        ([0, 5, 10, 15], [0, 5], [], []),  # 10 and 15 are still being written by someone
+        ([0, 5, 10, 15, 20], [0, 5], [10, 15], [10, 15]),  # a disk is full somewhere, this one must not become so
+        ([0, 5, 10], [0, 5], [10], []),  # the last one serves for the loss of this rank
+        ([0, 5, 10], [0, 10], [5], [5]),  # not everyone has 5: it is not the one to go back to if 10 is damaged
+        ([5], [], [5], []),
+        ([], [], [], []),
+    ],
+)
+def test_which_checkpoints_are_kept(there, committed, refused, gone):
+    assert checkpoint.superseded(there, committed, refused) == gone
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A writer of checkpoints whose place is a file at first, and what it told."""
+    (tmp_path / "place").write_text("not a directory")
+    told = []
+    model = nn.Linear(3, 2)
+    registry = Registry()
+    registry.add({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    writer = checkpoint.Writer(
+        tmp_path / "place" / "rank0", registry, lambda step, nbytes, _: told.append((step, nbytes, writer.failure))
+    )
+
+    def save(step):
+        writer.save(Step(step), checkpoint.Small(b"own", b"shared", [], []))
+        assert writer.wait(10.0)
+        return told[-1]
+
+    return save
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_next_one_is_tried(tmp_path, written):
+    step, nbytes, failure = written(0)
+    assert (step, nbytes) == (0, -1)
+    assert "the checkpoint of step 0 could not be written: [Errno 20] Not a directory" in failure
+    assert checkpoint.saved(tmp_path / "place" / "rank0") == []
+    (tmp_path / "place").unlink()
+    step, nbytes, failure = written(5)
+    assert step == 5 and failure is None
+    assert checkpoint.saved(tmp_path / "place" / "rank0") == [5]
+    assert (tmp_path / "place" / "rank0" / "step-5.state").stat().st_size == nbytes
+    assert checkpoint.read(tmp_path / "place" / "rank0", Step(5)).small.own == b"own"

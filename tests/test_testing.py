@@ -31,7 +31,8 @@ faults = st.builds(
 def test_points_are_the_promised_ones() -> None:
     assert POINTS == (
         "before_forward", "in_backward", "between_updates", "after_update", "before_transfer", "after_transfer",
-        "replacement_setup", "step_end", "rejoin",
+        "replacement_setup", "step_end", "rejoin", "helping",
+        "checkpoint_write", "checkpoint_written", "checkpoint_commit",
     )  # fmt: skip
     assert all(MEANINGS.values())
 

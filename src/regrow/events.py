@@ -6,25 +6,37 @@ Every transition is written here by the agents and read from here by the report.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 
 class EventLog:
-    """Appends events to one node's file. Every line is flushed: the next thing that happens may be the end."""
+    """Appends events to one node's file. Every line is written at once: the next thing that happens may be the end.
+
+    A disk that is full costs events, and that is said; those that fit later are written again.
+    """
 
     def __init__(self, directory: Path, node: int, run_id: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"run": run_id, "node": node}
-        self._file = (directory / f"events.{node}.jsonl").open("a", encoding="utf-8")
+        self._file = (directory / f"events.{node}.jsonl").open("ab", buffering=0)
+        self._torn = False
 
     def append(self, event: str, **fields: Any) -> None:
         """Write one event; ``t`` (seconds since the epoch) is now unless it is given."""
         line = {"t": time.time(), "event": event, **self._common, **fields}
-        if not self._file.closed:
-            self._file.write(json.dumps(line, default=str) + "\n")
-            self._file.flush()
+        if self._file.closed:
+            return
+        data = ("\n" * self._torn + json.dumps(line, default=str) + "\n").encode()
+        try:
+            whole = self._file.write(data) == len(data)
+        except OSError as error:
+            whole = False
+            if not self._torn:
+                print(f"[regrow] {self._file.name}: {error}: events are missing from here on", file=sys.stderr)
+        self._torn = not whole  # training must not end for want of a place to write about it
 
     def close(self) -> None:
         """Close the file; later events are dropped."""

@@ -31,9 +31,12 @@ MEANINGS = {
     "step_end": "the step is complete on this rank",
     "rejoin": "this rank is about to join a new generation",
     "helping": "this rank is about to compute micro-batches of another rank's replay",
+    "checkpoint_write": "beside the steps: half of a pipeline's checkpoint is written, not under its final name",
+    "checkpoint_written": "beside the steps: this rank's part of the checkpoint is on storage, nobody has heard of it",
+    "checkpoint_commit": "beside the steps: every rank has written its part, this one has dropped nothing yet",
 }
 POINTS = tuple(MEANINGS)
-"""The points where a fault can strike, in the order of a step and a recovery; ``MEANINGS`` says what each is."""
+"""The points where a fault can strike: of a step, a recovery, a checkpoint; ``MEANINGS`` says what each is."""
 
 ACTIONS = {
     "kill": "SIGKILL to this process",

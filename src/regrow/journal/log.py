@@ -10,6 +10,8 @@ Only the training thread begins steps; any thread may append, read, drop and ask
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 import time
 from collections import deque
@@ -26,6 +28,7 @@ from regrow.journal.record import Channel
 
 SEGMENT_BYTES = 8 << 20
 DEFAULT_MEMORY_BYTES = 256 << 20
+_SPARE_BYTES = 1 << 30
 _WAIT_S = 60.0
 _WORTH_SAYING_S = 0.005
 
@@ -408,6 +411,7 @@ class Journal:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._leave_room(segment.used)
             with path.open("wb", buffering=0) as file:
                 left = memory.data[: segment.used]
                 while left:
@@ -426,3 +430,11 @@ class Journal:
             segment.path = path
             self._recycle(segment)
             self._changed.notify_all()
+
+    def _leave_room(self, nbytes: int) -> None:
+        """Refuse to take the last of a disk: the run's logs and events are most likely there, too."""
+        disk = os.statvfs(self._directory)
+        spare = min(_SPARE_BYTES, disk.f_blocks * disk.f_frsize // 20)  # 0 where the size is not known
+        if spare and disk.f_bavail * disk.f_frsize < nbytes + spare:
+            last = f"the last {spare / (1 << 20):.1f} MB are left for logs"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {last}")

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +23,8 @@ from regrow.journal.record import Channel, Damaged, Record
 
 _TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
+_CLOSE_S = 5.0
+_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 30, 10, 3
 
 
 class Server:
@@ -33,17 +36,30 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._open: set[socket.socket] = set()
-        threading.Thread(target=self._accept, name="regrow-journal-server", daemon=True).start()
+        self._closed = False
+        self._changing = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._listener = threading.Thread(target=self._accept, name="regrow-journal-server", daemon=True)
+        self._listener.start()
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            self._open.add(connection)
-            threading.Thread(target=self._answer, args=(connection,), name="regrow-journal-answer", daemon=True).start()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_LOOK_EVERY_S)  # the caller is gone already, or this process has too many files open
+                continue
+            thread = threading.Thread(
+                target=self._answer, args=(connection,), name="regrow-journal-answer", daemon=True
+            )
+            with self._changing:
+                if self._closed:
+                    connection.close()
+                    return
+                self._open[connection] = thread
+                thread.start()
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -52,6 +68,7 @@ class Server:
             if head["type"] != "hello" or not hmac.compare_digest(str(head.get("token")), self._token):
                 return
             connection.settimeout(None)  # it may be long until the next step is asked for; its end ends this thread
+            _end_with_its_host(connection)
             while True:
                 head = wire.recv_frame(connection).head
                 step = int(head["step"])
@@ -63,8 +80,9 @@ class Server:
         except (OSError, EOFError, KeyError, TypeError, ValueError):
             pass  # the other side is gone, or is no rank of this run
         finally:
-            self._open.discard(connection)
-            connection.close()
+            with self._changing:
+                self._open.pop(connection, None)
+                connection.close()
 
     def _read(self, step: int, peer: int) -> tuple[list[bytes], int]:
         """Return the records of a step, and from which step on all are there: a later one if these cannot be had."""
@@ -77,11 +95,30 @@ class Server:
         return parts, self._journal.kept_from
 
     def close(self) -> None:
-        """Stop listening and drop all connections."""
-        for each in (self._socket, *self._open):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that waits on it
+        """Stop listening, drop all connections, and wait a moment for the threads to end."""
+        with self._changing:
+            self._closed = True
+            for each in (self._socket, *self._open):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that waits on it
+            threads = [self._listener, *self._open.values()]
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._socket.close()
+
+
+def _end_with_its_host(connection: socket.socket) -> None:
+    """Let a connection fail about a minute after its other side has vanished without a word.
+
+    While nothing is under way the kernel asks, and the other side's kernel answers however long its process is idle;
+    for what was sent and not taken there is a limit of its own.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_TIMEOUT_S * 1000))
 
 
 class Messages(dict[Channel, deque[Record]]):

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -226,7 +226,8 @@ class Healer:
         lines = plan.lines()
         self._event("plan", generation=generation, lines=lines, reason=plan.reason, step=plan.step)
         text = "\n".join(f"[regrow]   {line}" for line in lines)
-        print(f"[regrow] plan for generation {generation}\n{text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a log that cannot be written is no reason not to heal
+            print(f"[regrow] plan for generation {generation}\n{text}", file=sys.stderr, flush=True)
 
     # the plan, carried out -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow import testing
 from regrow.courier import Address, Courier
 from regrow.errors import LinkLost, PeerLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
@@ -129,12 +130,17 @@ class Stages:
         self.transport.superseded = lambda: link.generation != fabric.generation
         self._writer = checkpoint.Writer(self._directory, registry, self._written)
         self._bad: dict[Step, str] = {}
+        self._settled = threading.Lock()  # several commits may end at once
         self._committed: list[Step] = []
+        self._refused: set[Step] = set()
+        """Checkpoints that somebody could not write: they serve for the loss of this rank alone."""
         self._told = False
         self._gave_up = False
         if replacement:
             for step in checkpoint.saved(self._directory):
                 self._verify(step)
+                if self._is_committed(step):
+                    self._committed.append(step)
         self._build_stage = build_stage
         self._line = Line(courier, fabric.timeout)
         self._helping: Rank | None = None
@@ -158,7 +164,7 @@ class Stages:
         return {
             "stage": self.stage,
             "domain": self.domain,
-            "checkpoints": tuple(step for step in checkpoint.saved(self._directory) if step not in self._bad),
+            "checkpoints": tuple(self._usable()),
             "journal_from": Step(self._journal.kept_from),
             "recent_from": self.transport.recent_from,
             "shares": self._sharing is not None and not self._sharing.why_not,
@@ -229,19 +235,21 @@ class Stages:
     # checkpoints -----------------------------------------------------------------------------------------------------
 
     def first(self, small: checkpoint.Small) -> None:
-        """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed."""
+        """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed.
+
+        Training goes on without it where it cannot be written, and that is said.
+        """
         self._writer.save(Step(0), small)
         if not self._writer.wait(_FIRST_S):
-            self._say(
-                f"the first checkpoint is not written after {_FIRST_S:.0f} s; until it is, no lost stage can be healed"
-            )
+            self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
 
     def at_start(self, step: Step, small: checkpoint.Small) -> None:
         """Take a checkpoint if one is due at the start of this step."""
-        if step == 0 or step % self._every or step in self._committed:
+        if step == 0 or step % self._every or (step in self._committed and step not in self._bad):
             return
         if self._writer.busy:
             self._event("checkpoint_skipped", step=step, why="the one before is still being written")
+            self._in_background(self._refuse, step)
             return
         began = time.monotonic()
         self._writer.save(step, small)
@@ -269,34 +277,90 @@ class Stages:
     def _written(self, step: Step, nbytes: int, seconds: float) -> None:
         """In the writer's thread: this rank's part is on storage, or could not be put there."""
         if nbytes < 0:
-            self._say(f"{self._writer.failure}; a failure now goes back to an earlier one")
+            self._say(f"{self._writer.failure}; {self._what_a_loss_costs()}")
             self._event("checkpoint_failed", step=step, why=self._writer.failure)
+            self._refuse(step)
             return
+        testing.point("checkpoint_written", step)
         self._bad.pop(step, None)
+        self._tidy()
         self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
-        threading.Thread(target=self._commit, args=(step,), name="regrow-commit", daemon=True).start()
+        self._in_background(self._commit, step)
+
+    def _in_background(self, target: Callable[[Step], None], step: Step) -> None:
+        threading.Thread(target=target, args=(step,), name="regrow-commit", daemon=True).start()
+
+    def _usable(self) -> list[Step]:
+        return [step for step in checkpoint.saved(self._directory) if step not in self._bad]
+
+    def _what_a_loss_costs(self) -> str:
+        alone = " with all its replicas" if self._has_replicas else ""
+        usable = self._usable()
+        return "until one is, " + (
+            f"this stage goes back to step {usable[-1]} if it is lost{alone}"
+            if usable
+            else f"the run cannot go on if this stage is lost{alone}"
+        )
+
+    # A checkpoint is committed when every rank has put its part on storage, or never if one could not: that one says so
+    # first, and only then that it is done, so that all come to the same end.
+
+    def _keys(self, step: Step) -> tuple[list[str], str]:
+        """Return what each rank sets in the store when it is done, and what is set before if one has not succeeded."""
+        prefix = self._prefix(step)
+        return [f"{prefix}{rank}" for rank in range(self._world)], f"{prefix}refused"
+
+    def _prefix(self, step: Step) -> str:
+        return f"checkpoint/{self._roles.nonce}/{step}/"
+
+    def _ask(self, op: str, *, timeout_s: float = 30.0, **fields: Any) -> Any:
+        request = {"type": "store", "op": op, "timeout_s": timeout_s, **fields}
+        reply = self._link.ask(request, timeout_s=timeout_s + 10).head
+        if not reply["ok"]:
+            raise TimeoutError(reply["error"])
+        return reply["value"]
+
+    def _is_committed(self, step: Step) -> bool:
+        done, refused = self._keys(step)
+        # in this order: the keys of an old checkpoint are all deleted at once
+        return not self._ask("check", keys=[refused]) and bool(self._ask("check", keys=done))
+
+    def _refuse(self, step: Step) -> None:
+        """Let nobody wait for this rank's part, nor count on it."""
+        done, refused = self._keys(step)
+        with contextlib.suppress(TimeoutError, LinkLost):
+            self._ask("set", key=refused)
+            self._ask("set", key=done[self._rank])
 
     def _commit(self, step: Step) -> None:
         """Wait until every rank has written its part; from then on nobody needs what was sent before."""
-        key = f"checkpoint/{self._roles.nonce}/{step}/"
-        keys = [f"{key}{rank}" for rank in range(self._world)]
+        done, _ = self._keys(step)
         try:
-            self._link.ask({"type": "store", "op": "set", "key": f"{key}{self._rank}"}, b"1", timeout_s=30.0)
-            request = {"type": "store", "op": "wait", "keys": keys, "timeout_s": _COMMIT_S}
-            reply = self._link.ask(request, timeout_s=_COMMIT_S + 10)
+            self._ask("set", key=done[self._rank])
+            self._ask("wait", keys=done, timeout_s=_COMMIT_S)
+            committed = self._is_committed(step)
         except (TimeoutError, LinkLost):
             return
-        if not reply.head.get("ok"):
+        if not committed:
+            self._refused.add(step)
+            self._tidy()
+            self._event("checkpoint_refused", step=step)
             return
+        testing.point("checkpoint_commit", step)
         self._committed.append(step)
         self._gave_up = False
         self._journal.drop_before(step)
-        there = [known for known in checkpoint.saved(self._directory) if known <= step and known not in self._bad]
-        for old in there[:-2]:  # the one before stays: should this one be damaged, all go back to it
-            self._link.send({"type": "kv_purge", "prefix": f"checkpoint/{self._roles.nonce}/{old}/"})
-        if there:
-            self._writer.remove_before(there[-2:][0])
+        self._tidy()
         self._event("checkpoint_committed", step=step)
+
+    def _tidy(self) -> None:
+        """Delete the checkpoints that nobody will ask for."""
+        with self._settled:
+            for step in checkpoint.superseded(self._usable(), self._committed, self._refused):
+                self._writer.remove(step)
+                if step < max(self._committed, default=Step(0)):  # everyone has got beyond it
+                    with contextlib.suppress(LinkLost):
+                        self._link.send({"type": "kv_purge", "prefix": self._prefix(step)})
 
     def _caught_up(self, first: Step, last: Step, nbytes: int, seconds: float) -> None:
         self._event(
@@ -326,18 +390,19 @@ class Stages:
             return
         if name == "journal_given_up":
             self._gave_up = True
-            back = max(self._committed, default=Step(0))
+            back = max(self._committed, default=None)
             self._say(
                 f"the journal gives up what was sent through step {fields['through_step']} and later ones in turn "
-                f"({fields['why']}): until the next checkpoint is committed, a lost stage takes everyone back to step "
-                f"{back}"
+                f"({fields['why']}): until the next checkpoint is committed, a lost stage "
+                + ("cannot be healed" if back is None else f"takes everyone back to step {back}")
             )
         elif not self._told:
             self._told = True
             self._say(f"the journal's disk is too slow: a step waited {fields['seconds']:.2f} s for it")
 
     def _say(self, text: str) -> None:
-        print(f"[regrow] rank {self._rank}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a log that cannot be written is no reason to end a thread
+            print(f"[regrow] rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def _event(self, name: str, **fields: Any) -> None:
         with contextlib.suppress(LinkLost):  # the watcher thread ends the process for that

@@ -7,12 +7,13 @@ kept for the next time, which is all that the training thread waits for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from regrow import testing
 from regrow.ids import Step
 from regrow.state import bundles
 from regrow.state.registry import Registry
@@ -58,9 +60,8 @@ class Writer:
         self._buffers: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self.failure: str | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        for torn in directory.glob("*.part"):
-            torn.unlink(missing_ok=True)
+        for torn in directory.glob("*.part"):  # a predecessor's, which died over it
+            _remove(torn)
 
     @property
     def busy(self) -> bool:
@@ -107,11 +108,15 @@ class Writer:
         torn = path.with_suffix(".part")
         began = os.times().elapsed
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)
             with torn.open("wb") as file:
-                for part in (head, text, *parts):
+                for number, part in enumerate((head, text, *parts)):
+                    if number == len(parts) // 2:
+                        testing.point("checkpoint_write", step)
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
+                nbytes = file.tell()
             torn.rename(path)
             descriptor = os.open(self._directory, os.O_RDONLY)
             try:
@@ -119,24 +124,41 @@ class Writer:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            torn.unlink(missing_ok=True)
-            self.failure = f"the checkpoint of step {step} could not be written: {error}"
+            _remove(torn)
+            where = "" if error.filename is not None else f" ({self._directory})"
+            self.failure = f"the checkpoint of step {step} could not be written: {error}{where}"
             self._on_written(step, -1, 0.0)
             return
         self.failure = None
-        self._on_written(step, path.stat().st_size, os.times().elapsed - began)
+        self._on_written(step, nbytes, os.times().elapsed - began)
 
-    def remove_before(self, step: Step) -> None:
-        """Delete the checkpoints of earlier steps."""
-        for known in saved(self._directory):
-            if known < step:
-                (self._directory / f"step-{known}.state").unlink(missing_ok=True)
+    def remove(self, step: Step) -> None:
+        """Delete the checkpoint of a step."""
+        _remove(self._directory / f"step-{step}.state")
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # storage that takes nothing may not give anything up either
+        path.unlink()
 
 
 def saved(directory: Path) -> list[Step]:
     """Return the steps of which there is a checkpoint, oldest first; what it is worth, ``read`` tells."""
     names = [_NAME.fullmatch(path.name) for path in directory.glob("step-*.state")]
     return sorted(Step(int(name.group(1))) for name in names if name is not None)
+
+
+def superseded(there: Sequence[Step], committed: Collection[Step], refused: Collection[Step]) -> list[Step]:
+    """Return those of a rank's checkpoints that are not needed any more.
+
+    Needed are the last one, and the last two that every rank has: should one of those be damaged, all go back to the
+    other. One that some rank could not write (``refused``) serves for the loss of this rank alone, until there is a
+    later one. Whatever is neither may still be committed.
+    """
+    common = [step for step in there if step in committed]
+    needed = {*there[-1:], *common[-2:]}
+    last = common[-1] if common else Step(0)
+    return [step for step in there if step not in needed and (step in refused or step < last)]
 
 
 @dataclass(frozen=True)
