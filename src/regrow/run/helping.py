@@ -180,10 +180,7 @@ class Helper:
                     self._tell("ready", self._build(order))
                 case "probe":
                     self._load(order)
-                    found = [
-                        self._hand.forward(s, self._hear(f"in/{s}/{k}"), order["autocast"]) for s, k in order["tasks"]
-                    ]
-                    self._tell("probe", [digest(computed.outputs) for computed in found])
+                    self._tell("probe", [digest(self._forward(task, order)[1].outputs) for task in order["tasks"]])
                 case "step":
                     self._load(order)
                     testing.point("helping", order["step"])
@@ -227,8 +224,7 @@ class Helper:
         gradients: dict[tuple[int, int], Gradients] = {}
         waiting = []
         for stage, microbatch in order["tasks"]:
-            given = self._hear(f"in/{stage}/{microbatch}")
-            computed = self._hand.forward(stage, given, order["autocast"])
+            given, computed = self._forward((stage, microbatch), order)
             self._tell(f"out/{stage}/{microbatch}", [computed.leaves(), computed.is_tuple, computed.random_after])
             if given["gradients"] is None:
                 waiting.append((stage, microbatch, computed))
@@ -239,6 +235,10 @@ class Helper:
             gradients[stage, microbatch] = self._backward(stage, microbatch, computed, heard)
         ours = [gradients[key] for key in sorted(gradients, key=lambda key: key[1])]
         add_up(self._line, order["from"], order["sum_to"], self._hand.parameters, ours, self._sums)
+
+    def _forward(self, task: Sequence[int], order: dict[str, Any]) -> tuple[dict[str, Any], Computed]:
+        given = self._hear(f"in/{task[0]}/{task[1]}")
+        return given, self._hand.forward(task[0], given, order["autocast"])
 
     def _backward(self, stage: int, microbatch: int, computed: Computed, given: Gradients) -> Gradients:
         back, found = self._hand.backward(computed, given)

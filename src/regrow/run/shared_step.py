@@ -78,8 +78,8 @@ class SharedStep:
     """One step of which helpers compute a part.
 
     This rank's own part is computed before the schedule begins, as far as it can be; so the schedule, which asks for
-    one micro-batch after the other, waits for nobody for long. Of the last stage, whose gradients come from the loss, the
-    backward follows when the schedule has given the helpers theirs.
+    one micro-batch after the other, waits for nobody for long. Of the last stage, whose gradients come from the loss,
+    the backward follows when the schedule has given the helpers theirs.
     """
 
     def __init__(self, replay: SharedReplay, helpers: Sequence[int], known: Known) -> None:
