@@ -40,7 +40,15 @@ def main() -> None:
     x = torch.randn(2048, WIDTH, generator=generator)
     data = TensorDataset(x, x[:, :CLASSES].argmax(1))
     loader = DataLoader(data, batch_size=128, shuffle=True)
-    run.protect(model=model, optimizer=optimizer, loader=loader, schedule=schedule, stage=run.rank, checkpoint_every=20)
+    run.protect(
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        schedule=schedule,
+        stage=run.rank,
+        checkpoint_every=20,
+        build_stage=lambda index: part(index, run.world_size),
+    )
 
     for step in run.steps(args.steps):
         with step:

@@ -150,3 +150,21 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path):
     log.append("three")
     (tmp_path / "events.0.jsonl").write_bytes(disk.data)
     assert [event["event"] for event in events.read(tmp_path)] == ["two", "three"]
+
+
+def test_who_helped_with_a_replay(run_dir, capsys):
+    shared = {"steps": {"0": 1, "3": 2}, "seconds": {"0": 0.2, "3": 0.06}, "why_not": ""}
+    write(
+        run_dir, 0, {"t": 111.0, "event": "replay_shared", "generation": 1, "rank": 1, "helpers": [0, 2, 3], **shared}
+    )
+    assert cli.main(["report", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "shared   1 step alone (0.200 s each), 2 steps with 3 helpers (0.060 s each)\n" in out
+
+
+def test_why_nobody_helped_with_a_replay(run_dir, capsys):
+    write(
+        run_dir, 0, {"t": 111.0, "event": "replay_shared", "generation": 1, "rank": 1, "why_not": "it writes buffers"}
+    )
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert "shared   not at all: it writes buffers\n" in capsys.readouterr().out

@@ -55,6 +55,7 @@ class Courier:
         self._fenced = 0
         """Generations below this one are over."""
         self._addresses: Sequence[Address] = ()
+        self._connecting = threading.Lock()
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self.waiting = False
@@ -117,7 +118,8 @@ class Courier:
             raise over
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
-            outgoing = self._connect(peer)
+            with self._connecting:  # one connection, whichever threads come first
+                outgoing = self._outgoing.get(peer) or self._connect(peer)
         try:
             outgoing.send(name.encode(), payload, stays)
         except OSError as error:

@@ -42,6 +42,7 @@ class Failure:
     plan: tuple[str, ...]
     bytes_in: int
     transfer_s: float
+    shared: str
     reached_s: dict[str, float]
     step: int | None
     ended: str
@@ -93,10 +94,26 @@ def _failure(run: list[Event], index: int) -> Failure:
         plan=tuple(map(str, plan.get("lines", ()))),
         bytes_in=sum(int(event.get("bytes_in") or 0) for event in (*moved, *replayed)),
         transfer_s=max([float(event.get("seconds") or 0.0) for event in moved], default=0.0),
+        shared=_shared(mine),
         reached_s=reached,
         step=max(steps, default=None),
         ended=_how_it_ended(run, index, reached),
     )
+
+
+def _shared(mine: list[Event]) -> str:
+    """Say how many steps of a replay were done with how many helpers, and how long each took."""
+    for event in mine:
+        if event["event"] == "replay_shared" and event.get("why_not"):
+            return f"not at all: {event['why_not']}"
+        if event["event"] == "replay_shared":
+            parts = [
+                f"{_count(steps, 'step')} {'alone' if size == '0' else 'with ' + _count(int(size), 'helper')} "
+                f"({event['seconds'][size]:.3f} s each)"
+                for size, steps in event["steps"].items()
+            ]
+            return ", ".join(parts)
+    return ""
 
 
 def _how_it_ended(run: list[Event], index: int, reached: dict[str, float]) -> str:
@@ -147,6 +164,8 @@ def _block(failure: Failure) -> list[str]:
         lines.append(f"  {'plan' if number == 0 else '':8} {line}")
     speed = f" in {failure.transfer_s:.3f} s" if failure.transfer_s > 0 else ""
     lines.append(f"  moved    {_bytes(failure.bytes_in)}{speed}")
+    if failure.shared:
+        lines.append(f"  shared   {failure.shared}")
     lines.append(f"  {'noticed':18} {_clock(failure.noticed_t)}")
     before = 0.0
     for phase in _PHASES:

@@ -114,6 +114,7 @@ class SharedReplay:
         """Let the helpers go, and say how it went."""
         self.sharing.event(
             "replay_shared",
+            generation=self.sharing.transport.generation,
             helpers=self._able or [],
             why_not=self.sharing.why_not,
             seconds={str(size): sum(times) / len(times) for size, times in self._times.items()},

@@ -158,6 +158,11 @@ class Transport:
         for fetcher in self._fetchers.values():
             fetcher.close()
 
+    @property
+    def generation(self) -> int:
+        """The generation in which this rank goes on."""
+        return self._generation
+
     # looking ahead ---------------------------------------------------------------------------------------------------
 
     @property
