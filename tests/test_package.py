@@ -39,7 +39,8 @@ MAY_KNOW = {
     "agent": BOTTOM,
     "report": {"events"},
     "logging_plan": {"plan"},
-    "cli": {"agent", "report", "logging_plan"},
+    "profile": {"events", "logging_plan"},
+    "cli": {"agent", "report", "profile", "logging_plan"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The ``regrow`` command: ``run`` starts a job, ``report`` tells what happened in one, ``plan`` thinks ahead."""
+"""The ``regrow`` command: ``run`` starts a job, ``report`` and ``profile`` tell of one, ``plan`` thinks ahead."""
 
 from __future__ import annotations
 
@@ -15,13 +15,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("run", add_help=False, help="start a training script on this host (torchrun's flags and more)")
     report = commands.add_parser("report", help="print what failed in a run, what was done, and how long it took")
     report.add_argument("directory", metavar="DIR", help="the run's log directory")
+    profile = commands.add_parser(
+        "profile",
+        help="make the profile that `plan logging` reads, from the events of a pipeline run",
+        description="Make the profile that `regrow plan logging` reads, from the events of a pipeline run that has "
+        "ended or goes on. replay_s of a machine is the time that its stages compute in a step, added up, times half "
+        "of checkpoint_every: a failure comes, on average, in the middle between two checkpoints. Waiting for messages "
+        "does not count, nor do replayed steps and the first two.",
+    )
+    profile.add_argument("directory", metavar="DIR", help="the run's log directory")
+    profile.add_argument("--output", metavar="JSON", help="write the profile to this file instead of printing it")
+    profile.add_argument(
+        "--per",
+        choices=["rank", "host"],
+        help="what a machine is: each rank (all ranks of a stage, if it has replicas), or each host; host unless all "
+        "ranks are on one",
+    )
+    profile.add_argument("--bandwidth", metavar="SIZE", help="bytes a second between machines, instead of the measured")
+    profile.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints, if not as in the run"
+    )
     plans = commands.add_parser("plan", help="choose settings before a run").add_subparsers(
         dest="what", metavar="WHAT", required=True
     )
     logging = plans.add_parser("logging", help="which machines of a pipeline to recover together, under a storage cap")
-    logging.add_argument(
-        "profile", metavar="PROFILE", help="JSON: replay_s, boundary_bytes, bandwidth, checkpoint_every"
-    )
+    logging.add_argument("profile", metavar="PROFILE", help="JSON, as `regrow profile` writes it")
     logging.add_argument("--cap", required=True, metavar="SIZE", help="what all journals may take, like 200GB")
     logging.add_argument("--plot", metavar="PNG", help="draw the frontier into this file")
     try:
@@ -36,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from regrow.report import print_report
 
             return print_report(args.directory)
+        if args.command == "profile":
+            from regrow.profile import print_profile
+
+            try:
+                return print_profile(args)
+            except ValueError as error:
+                profile.error(str(error))
         if args.command == "plan":
             from regrow.logging_plan import plan_logging
 

@@ -60,6 +60,8 @@ class Courier:
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self.waiting = False
         """Whether a message is waited for right now."""
+        self.waited_s = 0.0
+        """How long messages were waited for in all, reading them included."""
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: Address = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="regrow-courier", daemon=True).start()
@@ -127,6 +129,7 @@ class Courier:
 
     def flush(self) -> None:
         """Wait until the kernel has taken all that was sent."""
+        began_s = time.monotonic()
         for peer, outgoing in list(self._outgoing.items()):
             self.waiting = True
             try:
@@ -137,6 +140,7 @@ class Courier:
                 raise self._lost(peer, error) from None
             finally:
                 self.waiting = False
+        self.waited_s += time.monotonic() - began_s
 
     def _connect(self, peer: int) -> _Outgoing:
         generation = self._generation
@@ -207,12 +211,14 @@ class Courier:
     @contextlib.contextmanager
     def _listening(self, peer: int) -> Iterator[None]:
         self.waiting = True
+        began_s = time.monotonic()
         try:
             yield
         except (OSError, EOFError) as error:
             raise self._over() or self._lost(peer, error) from None
         finally:
             self.waiting = False
+            self.waited_s += time.monotonic() - began_s
 
     def _read(self, incoming: _Incoming, peer: int, deadline: float) -> None:
         connection = self._connected(incoming, peer, deadline)

@@ -176,7 +176,7 @@ class ProtectedRun(Run):
         assert healer.step is not None and self._small is not None
         stages.at_start(healer.step, healer.small_part())
         try:
-            stages.transport.begin(healer.step)
+            stages.begin(healer.step)
         except PeerLost as lost:
             self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
             self._found_here = isinstance(lost.__cause__, Damaged)

@@ -28,6 +28,7 @@ from regrow.plan import Plan, Replay
 from regrow.run.contact import Contact
 from regrow.run.helping import BuildStage, Helper, Line
 from regrow.run.link import Link
+from regrow.run.meter import Meter, link_rate
 from regrow.run.roles import Roles
 from regrow.run.sharing import Sharing
 from regrow.run.transport import Transport
@@ -128,6 +129,7 @@ class Stages:
         )
         self.transport.on_caught_up = self._caught_up
         self.transport.superseded = lambda: link.generation != fabric.generation
+        self._meter = Meter()
         self._writer = checkpoint.Writer(self._directory, registry, self._written)
         self._bad: dict[Step, str] = {}
         self._settled = threading.Lock()  # several commits may end at once
@@ -205,11 +207,31 @@ class Stages:
             with self._preserving():
                 Helper(self._line, owner, self._build_stage).serve()
 
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        self._meter.begin(time.monotonic(), self.transport.waited_s)
+        self.transport.begin(step)
+
     def complete(self) -> None:
         """The step is complete."""
         self.transport.complete()
+        if not self.transport.replaying:
+            now_s = time.monotonic()
+            self._meter.complete(now_s, self.transport.waited_s, self.transport.sent)
+            if self._meter.due(now_s):
+                self._tell_profile()
         if self._sharing is not None:
             self._sharing.completed(self.transport.step)
+
+    def _tell_profile(self) -> None:
+        self._event(
+            "stage_profile",
+            pipeline=self._roles.nonce,
+            world=self._world,
+            stage=self.stage,
+            checkpoint_every=self._every,
+            **self._meter.totals(),
+        )
 
     def sever(self, *, below: int) -> None:
         """Generations before this one are over. From any thread; quick."""
@@ -237,8 +259,12 @@ class Stages:
     def first(self, small: checkpoint.Small) -> None:
         """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed.
 
-        Training goes on without it where it cannot be written, and that is said.
+        Training goes on without it where it cannot be written, and that is said. Before that, while all are here and the
+        disk is at rest, see how fast messages are.
         """
+        rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
+        before = (self._rank - 1) % self._world
+        self._event("link_rate", pipeline=self._roles.nonce, peer=before, bytes_per_s=rate)
         self._writer.save(Step(0), small)
         if not self._writer.wait(_FIRST_S):
             self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
@@ -410,6 +436,7 @@ class Stages:
 
     def close(self) -> None:
         """All ranks are done: nothing of this is needed any more."""
+        self._tell_profile()
         self._writer.wait(10.0)
         self.transport.close()
         self._courier.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ ALIKE = frozenset({"allreduce", "broadcast", "allgather", "_allgather_base", "al
 """Collectives that give every member the same: whoever is ahead can tell what they gave."""
 
 ALL = -1
+_NO_TIMEOUT = timedelta(0)
 
 
 class Transport:
@@ -68,6 +70,9 @@ class Transport:
         self.superseded: Callable[[], bool] = lambda: False
         """Asked while a journal is waited for: whether a newer generation has begun."""
         self._replayed_bytes = 0
+        self.sent: dict[int, int] = {}
+        """Bytes that this step has sent to each rank, message by message; collectives are not counted."""
+        self._waited_s = 0.0
 
     # generations and steps -------------------------------------------------------------------------------------------
 
@@ -104,6 +109,7 @@ class Transport:
         """A step begins: what was sent to this rank in it by those ahead is fetched."""
         self._step = step
         self._pending.clear()
+        self.sent = {}
         self._unpin()  # an interrupted step's, whose connections are gone
         self._numbers.clear()
         self._ahead = frozenset(rank for rank, position in enumerate(self._positions) if position > step)
@@ -147,6 +153,19 @@ class Transport:
     def recent_from(self) -> Step:
         """From which step on messages within the domain are kept, too."""
         return max(self._recent, Step(self._journal.kept_from))
+
+    @property
+    def replaying(self) -> bool:
+        """Whether somebody is ahead in the step in progress, or the one that was begun last."""
+        return bool(self._ahead)
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has waited in all: for messages, and for collectives over several stages."""
+        return self._courier.waited_s + self._waited_s
+
+    def _waited(self, seconds: float) -> None:
+        self._waited_s += seconds
 
     def _stays_home(self, channel: Channel) -> bool:
         if channel.peer == ALL:
@@ -223,7 +242,7 @@ class Transport:
                 for tensor in outputs:
                     self._journal.append(generation, step, channel, tensor)
 
-        recorded = RecordedWork(work, keep)
+        recorded = _Timed(work, keep, self._waited)
         self._pending.append(recorded)
         return recorded
 
@@ -242,6 +261,7 @@ class Transport:
             pin = self._journal.append(self._generation, self._step, channel, tensor, pin=by_courier)
             if pin is not None:  # what the kernel does not take at once is sent from the journal's own copy
                 self._pins.append(pin)
+            self.sent[peer] = self.sent.get(peer, 0) + tensor.nbytes
             if by_courier:
                 payload = memory_of(tensor.contiguous() if pin is None else pin.tensor)
                 self._courier.send(peer, _name(channel), payload, stays=pin is not None)
@@ -282,6 +302,24 @@ class Transport:
 
     def _spans_stages(self, group: HealingGroup) -> bool:
         return len({self._stages[rank] for rank in self._ranks(group)}) > 1
+
+
+class _Timed(RecordedWork):
+    """Tells how long it was waited for."""
+
+    def __init__(
+        self, live: dist.Work, capture: Callable[[int, str | None], None], waited: Callable[[float], None]
+    ) -> None:
+        super().__init__(live, capture)
+        self._waited = waited
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the live operation, then take down what it gave."""
+        began_s = time.monotonic()
+        try:
+            return super().wait(timeout)
+        finally:
+            self._waited(time.monotonic() - began_s)
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> bool:
