@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import regrow
 from mlp_job import Log
 
-WIDTH, MICROBATCH, MICROBATCHES = 1024, 32, 8
+WIDTH, ROWS, MICROBATCHES = 1024, 32, 8
 
 
 class _Wait(torch.autograd.Function):
@@ -62,16 +62,16 @@ def part(width: int, wait_s: float) -> nn.Module:
 class Trainer:
     """One stage with its optimizer, and one step of training it."""
 
-    def __init__(self, group: dist.ProcessGroup | None, width: int = WIDTH, wait_s: float = 0.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, args: argparse.Namespace) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(rank)
-        self.build = lambda index: part(width, wait_s)
+        self.build = lambda index: part(args.width, args.wait_s)
         self.model = self.build(rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         stage = PipelineStage(self.model, rank, world, torch.device("cpu"), group=group)
         self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
         self._first, self._last = rank == 0, rank == world - 1
-        self._x = torch.randn(MICROBATCH * MICROBATCHES, width, generator=torch.Generator().manual_seed(1))
+        self._x = torch.randn(args.rows * MICROBATCHES, args.width, generator=torch.Generator().manual_seed(1))
 
     def step(self) -> None:
         if self._first:
@@ -132,7 +132,7 @@ def protect(run: regrow.Run, trainer: Trainer, every: int) -> None:
 def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Take a protected and a plain step in turn, now one first and now the other, and time each."""
     plain_group = dist.new_group(backend="gloo")
-    plain, ours = Trainer(plain_group), Trainer(None)
+    plain, ours = Trainer(plain_group, args), Trainer(None, args)
     protect(run, ours, args.checkpoint_every)
     iterator = run.steps(args.steps)
 
@@ -159,7 +159,7 @@ def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
             plain_s, ours_s = timed(plain.step), timed(protected_step)
         after = 0 if journal is None else journal.bytes_appended
         sides = (run.rank > 0) + (run.rank < run.world_size - 1)
-        crossed = sides * MICROBATCHES * MICROBATCH * WIDTH * 4
+        crossed = sides * MICROBATCHES * args.rows * args.width * 4
         log.write(protected_s=ours_s, plain_s=plain_s, journaled=after - before, crossed=crossed)
     for _ in iterator:
         pass
@@ -168,7 +168,7 @@ def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
 
 def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     """Train and write when each step was done; for recovery times."""
-    ours = Trainer(None, args.width, args.wait_s)
+    ours = Trainer(None, args)
     protect(run, ours, args.checkpoint_every)
     for step in run.steps(args.steps):
         if step.index == 0 and args.disk_mb_s:
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=100)
     parser.add_argument("--synchronous", action="store_true")
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a micro-batch")
     parser.add_argument("--disk-mb-s", type=float, default=0.0)
     parser.add_argument("--wait-s", type=float, default=0.0)
     args = parser.parse_args()

@@ -8,16 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from regrow.plan.team import TeamSize, slices
+from regrow.plan.team import Room, TeamSize, fitting, slices
 from regrow.run.draws import Draws, fingerprint
 
 
-@given(st.integers(0, 50), st.integers(1, 12))
-def test_each_micro_batch_once_in_order_and_the_least_for_the_last(count, members):
-    parts = slices(count, members)
+@given(st.integers(1, 50), st.integers(1, 12), st.floats(0, 100))
+def test_each_micro_batch_once_in_order_and_the_least_for_the_owner(count, helpers, busy):
+    parts = slices(count, helpers, busy)
     assert [number for part in parts for number in part] == list(range(count))
-    assert len(parts) == members
-    assert len(parts[-1]) == min(map(len, parts)) and max(map(len, parts)) - len(parts[-1]) <= 1
+    assert len(parts) == helpers + 1
+    assert len(parts[-1]) == min(map(len, parts))
+    assert max(map(len, parts[:-1])) - min(map(len, parts[:-1])) <= 1
+
+
+@pytest.mark.parametrize(
+    "count, helpers, busy, sizes",
+    [
+        (8, 3, 0.0, [2, 2, 2, 2]),
+        (8, 1, 0.0, [4, 4]),
+        (8, 1, 2.0, [5, 3]),
+        (8, 3, 9.0, [3, 3, 2, 0]),
+        (2, 3, 0.0, [1, 1, 0, 0]),
+    ],
+)
+def test_the_owner_takes_less_the_more_it_has_to_do_besides(count, helpers, busy, sizes):
+    assert [len(part) for part in slices(count, helpers, busy)] == sizes
 
 
 def sizes(size: TeamSize, seconds: dict[int, float], steps: int) -> list[int]:
@@ -29,15 +44,27 @@ def sizes(size: TeamSize, seconds: dict[int, float], steps: int) -> list[int]:
 
 
 def test_all_help_if_that_is_fastest():
-    assert sizes(TeamSize(3, 1.0), {3: 0.3, 1: 0.6}, 4) == [3, 1, 3, 3]
+    assert sizes(TeamSize(3, 1.0), {3: 0.3, 1: 0.6}, 5) == [3, 3, 1, 3, 3]
 
 
 def test_half_as_many_as_long_as_that_is_faster():
-    assert sizes(TeamSize(7, 1.0), {7: 0.9, 3: 0.6, 1: 0.5}, 5) == [7, 3, 1, 1, 1]
+    assert sizes(TeamSize(7, 1.0), {7: 0.9, 3: 0.6, 1: 0.5}, 5) == [7, 7, 3, 1, 1]
 
 
 def test_nobody_helps_if_that_costs_more():
-    assert sizes(TeamSize(3, 1.0), {3: 1.2, 0: 1.0}, 3) == [3, 0, 0]
+    assert sizes(TeamSize(3, 1.0), {3: 1.2, 0: 1.0}, 4) == [3, 3, 0, 0]
+
+
+def test_those_with_cores_of_their_own_come_first_and_then_all():
+    assert sizes(TeamSize(3, 1.0, fitting=1), {1: 0.5, 3: 0.3}, 4) == [1, 1, 3, 3]
+    assert sizes(TeamSize(3, 1.0, fitting=1), {1: 0.5, 3: 0.48}, 4) == [1, 1, 3, 1]
+    assert sizes(TeamSize(3, 1.0, fitting=1), {1: 1.5, 3: 1.6, 0: 1.0}, 4) == [1, 1, 3, 0]
+
+
+def test_hosts_have_room_for_some():
+    here, there = Room("here", 2), Room("there", 2)
+    assert fitting(here, [(1, here), (2, here), (3, there), (4, there), (5, there)]) == [1, 3, 4]
+    assert fitting(Room("here", 1), [(1, Room("here", 1))]) == []
 
 
 def test_a_fixed_number_is_kept_to_and_none_are_not_tried():

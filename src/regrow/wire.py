@@ -54,19 +54,26 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
     return Frame(head, await reader.readexactly(blob_len) if blob_len else b"")
 
 
-def recv_exactly(sock: socket.socket, count: int) -> bytes:
+def recv_exactly(sock: socket.socket, count: int) -> bytearray:
     """Read ``count`` bytes; ``EOFError`` if the peer closes first."""
-    parts = bytearray()
-    while len(parts) < count:
-        part = sock.recv(min(count - len(parts), 1 << 20))
-        if not part:
+    found = bytearray(count)
+    left = memoryview(found)
+    while left:
+        got = sock.recv_into(left)
+        if not got:
             raise EOFError("the peer closed the connection")
-        parts += part
-    return bytes(parts)
+        left = left[got:]
+    return found
 
 
 def recv_frame(sock: socket.socket) -> Frame:
     """Read one frame from a blocking socket (its timeout applies to each read)."""
-    head_len, blob_len = _lengths(recv_exactly(sock, _LENGTHS.size))
-    head = _head(recv_exactly(sock, head_len))
-    return Frame(head, recv_exactly(sock, blob_len) if blob_len else b"")
+    head, blob = recv_parts(sock)
+    return Frame(head, bytes(blob))
+
+
+def recv_parts(sock: socket.socket) -> tuple[dict[str, Any], bytearray]:
+    """Read one frame; its bytes are not copied once more, and are the caller's to write to."""
+    head_len, blob_len = _lengths(bytes(recv_exactly(sock, _LENGTHS.size)))
+    head = _head(bytes(recv_exactly(sock, head_len)))
+    return head, recv_exactly(sock, blob_len)

@@ -173,12 +173,12 @@ class Fetcher:
                 self._socket.sendall(wire.encode({"type": "hello", "token": self._token}))
             self._socket.sendall(wire.encode({"type": "fetch", "step": step, "peer": self._me}))
             found = Messages()
-            while (frame := wire.recv_frame(self._socket)).head["type"] == "record":
+            while (frame := wire.recv_parts(self._socket))[0]["type"] == "record":
                 where = f"a record of step {step} in the journal of rank {self._rank}"
-                item = record.read(memoryview(bytearray(frame.blob)), where)
+                item = record.read(memoryview(frame[1]), where)
                 if item.step != step:
                     raise Damaged(f"{where} says that it is of step {item.step}")
-                self.bytes_in += len(frame.blob)
+                self.bytes_in += len(frame[1])
                 found.setdefault(item.channel, deque()).append(item)
         except (OSError, EOFError) as error:
             self._disconnect()
@@ -186,9 +186,10 @@ class Fetcher:
         except Damaged:
             self._disconnect()  # in the middle of an answer
             raise
-        if int(frame.head["from"]) > step or (self._at_home and frame.head["thinned"]):
+        head = frame[0]
+        if int(head["from"]) > step or (self._at_home and head["thinned"]):
             raise Damaged(f"step {step} is not in the journal of rank {self._rank} any more")
-        found.partial = bool(frame.head["partial"])
+        found.partial = bool(head["partial"])
         return found
 
     def _disconnect(self) -> None:

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-def slices(count: int, members: int) -> list[range]:
-    """Divide micro-batches among members, in order; the last one, which has more to do besides, gets the least."""
-    each, more = divmod(count, members)
+
+def slices(count: int, helpers: int, busy: float) -> list[range]:
+    """Divide micro-batches among helpers, in order, and what is left for the owner, as the last of all.
+
+    ``busy``: for how many micro-batches' time the owner has other things to do in a step, such as its update.
+    """
+    owner = round((count / helpers - busy) / (1 + 1 / helpers))  # then all end at the same time
+    owner = max(0, min(owner, count // (helpers + 1)))
+    each, more = divmod(count - owner, helpers)
     found, at = [], 0
-    for member in range(members):
+    for member in range(helpers):
         size = each + (member < more)
         found.append(range(at, at + size))
         at += size
+    return [*found, range(at, count)]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A host, by a name that no other one has, and how many ranks can compute on it at once."""
+
+    host: str
+    ranks: int
+
+
+def fitting(owner: Room, helpers: Sequence[tuple[int, Room]]) -> list[int]:
+    """Return the helpers that have cores to compute on while the others compute on theirs."""
+    taken = {owner.host: 1}
+    found = []
+    for rank, room in helpers:
+        before = taken.get(room.host, 0)
+        if before < max(room.ranks, 1):
+            taken[room.host] = before + 1
+            found.append(rank)
     return found
 
 
-class TeamSize:
-    """Finds out how many helpers pay: all at first, then half as many as long as that is faster; none if none is.
+WORTH_CHANGING = 0.9
+"""A step must take less than this of what it took with another number of helpers: single steps vary."""
 
-    Ranks that share a machine's cores, or a slow network, help less than they cost.
+
+class TeamSize:
+    """Finds out how many helpers pay, by trying: those that have cores of their own, then all; none if none does.
+
+    If all have cores of their own, half as many are tried after that, as long as that is faster: they may share a slow
+    network, or memory's bandwidth.
     """
 
-    def __init__(self, most: int, alone_s: float, *, fixed: int | None = None) -> None:
+    def __init__(self, most: int, alone_s: float, *, fitting: int | None = None, fixed: int | None = None) -> None:
         """``fixed``: so many help, whatever it costs."""
         self._best = 0 if fixed is None else min(fixed, most)
         self._best_s = alone_s
-        self._trying: int | None = most if most > 0 and fixed is None else None
+        self._most = most
+        self._warm = False
+        self._all_fit = fitting is None or fitting >= most
+        first = most if self._all_fit else max(fitting or 0, 1)
+        self._trying: int | None = first if most > 0 and fixed is None else None
 
     @property
     def helpers(self) -> int:
@@ -35,8 +72,14 @@ class TeamSize:
         """Say how long the step took with that many."""
         if self._trying is None:
             return
+        if not self._warm:
+            self._warm = True  # memory was touched for the first time, connections were made
+            return
         tried, self._trying = self._trying, None
-        if seconds < self._best_s:
+        faster = seconds < self._best_s * (1.0 if self._best == 0 else WORTH_CHANGING)
+        if faster:
             self._best, self._best_s = tried, seconds
-            if tried > 1:
-                self._trying = tried // 2
+        if not self._all_fit:
+            self._trying = self._most if tried < self._most else None
+        elif faster and tried > 1:
+            self._trying = tried // 2

@@ -7,9 +7,11 @@ of all micro-batches, added one after the other in the order of the micro-batche
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from regrow import testing
 from regrow.courier import Courier, memory_of
 from regrow.run.draws import fingerprint
 from regrow.state import codec
+from regrow.state.small import lift, lower
 
 BuildStage = Callable[[int], nn.Module]
 Gradients = list[torch.Tensor | None]
@@ -33,12 +36,22 @@ class Line:
         self.timeout = timeout
 
     def tell(self, peer: int, what: str, value: Any) -> None:
-        """Send plain data and tensors."""
-        self.courier.send(peer, f"team/{what}", memoryview(codec.encode(value)), stays=True)
+        """Send plain data and tensors: large ones from where they are, so they must not change before a flush."""
+        large: list[torch.Tensor] = []
+        lifted = lift(value, large)
+        heads = [[list(tensor.shape), tensor.dtype, tensor.requires_grad] for tensor in large]
+        self.courier.send(peer, f"team/{what}", memoryview(codec.encode([lifted, heads])), stays=True)
+        for tensor in large:
+            self.send(peer, what, tensor.detach().contiguous())
 
     def hear(self, peer: int, what: str) -> Any:
         """Wait for what ``tell`` sent."""
-        return codec.decode(self.courier.take(peer, f"team/{what}", self.timeout))
+        lifted, heads = codec.decode(self.courier.take(peer, f"team/{what}", self.timeout))
+        large = [torch.empty(shape, dtype=dtype) for shape, dtype, _ in heads]
+        for tensor, (_, _, requires_grad) in zip(large, heads, strict=True):
+            self.receive(peer, what, tensor)
+            tensor.requires_grad_(requires_grad)
+        return lower(lifted, large)
 
     def send(self, peer: int, what: str, tensor: torch.Tensor) -> None:
         """Send a tensor's memory, which must not change before the courier is flushed."""
@@ -65,38 +78,80 @@ def describe(modules: Sequence[nn.Module]) -> list[Any]:
     ]
 
 
-def add_up(
-    line: Line,
-    before: int,
-    after: int | None,
-    parameters: Sequence[nn.Parameter],
-    ours: Sequence[Gradients],
-    buffers: list[torch.Tensor | None],
-) -> Gradients:
-    """Add this rank's gradients, one micro-batch after the other, to the sum that goes from rank to rank."""
-    came = line.courier.take(before, "team/present", line.timeout)
-    present = bytes(bool(came[at]) or any(each[at] is not None for each in ours) for at in range(len(parameters)))
-    if after is not None:
-        line.courier.send(after, "team/present", memoryview(present), stays=True)
-    sums: Gradients = []
-    for at, parameter in enumerate(parameters):
-        total = None
-        if present[at]:
-            total = buffers[at]
-            if total is None:
-                total = buffers[at] = torch.empty_like(parameter, memory_format=torch.contiguous_format).detach()
+class Adder:
+    """Adds up the gradients of a step's micro-batches in their order, whoever has computed them.
+
+    The sum goes from member to member. What this one has to add is kept apart, micro-batch by micro-batch, until the
+    sum comes by; only the first one, if there is nothing before it, may add at once. Memory is kept for the next step.
+    """
+
+    def __init__(self, line: Line, parameters: Sequence[nn.Parameter]) -> None:
+        self._line = line
+        self._parameters = parameters
+        self._came: bytearray | None = None
+        self._at_once = False
+        self._kept: list[tuple[int, Gradients]] = []
+        self._sets: list[list[torch.Tensor | None]] = []
+
+    def begin(self, before: int, *, first: bool) -> None:
+        """A step begins; ``first``: the sum begins here, and is known to begin with something, or nothing."""
+        self._kept.clear()
+        self._came = self._line.courier.take(before, "team/present", self._line.timeout) if first else None
+        self._at_once = self._came is not None and not any(self._came)
+
+    def keep(self, microbatch: int) -> None:
+        """Take the gradients of a micro-batch, whose backward has just been done, out of the parameters."""
+        if self._at_once:
+            return
+        mine = self._memory(len(self._kept))
+        found: Gradients = []
+        for at, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                # into memory that was touched before: gradients that are held would be fresh pages every time
+                kept = mine[at]
+                if kept is None:
+                    kept = mine[at] = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+                gradient = kept.copy_(gradient)
+            found.append(gradient)
+        self._kept.append((microbatch, found))
+
+    def _memory(self, number: int) -> list[torch.Tensor | None]:
+        while len(self._sets) <= number:
+            self._sets.append([None] * len(self._parameters))
+        return self._sets[number]
+
+    def add_up(self, before: int, after: int | None) -> Gradients:
+        """Take the sum from one rank, add to it, and give it to another; return it."""
+        came = self._came
+        if came is None:
+            came = self._line.courier.take(before, "team/present", self._line.timeout)
+        if self._at_once:
+            ours = [[parameter.grad for parameter in self._parameters]]
+            for parameter in self._parameters:
+                parameter.grad = None
+        else:
+            ours = [found for _, found in sorted(self._kept, key=lambda each: each[0])]
+        present = bytes(bool(flag) or any(each[at] is not None for each in ours) for at, flag in enumerate(came))
+        if after is not None:
+            self._line.courier.send(after, "team/present", memoryview(present), stays=True)
+        sums: Gradients = []
+        incoming = self._memory(len(self._kept))
+        for at, parameter in enumerate(self._parameters):
+            total = None
             if came[at]:
-                line.receive(before, f"sum/{at}", total)
-            begun = bool(came[at])
+                total = incoming[at]
+                if total is None:
+                    total = incoming[at] = torch.empty_like(parameter, memory_format=torch.contiguous_format).detach()
+                self._line.receive(before, f"sum/{at}", total)
             for each in ours:
                 gradient = each[at]
                 if gradient is not None:
-                    total.add_(gradient) if begun else total.copy_(gradient)
-                    begun = True
-            if after is not None:
-                line.send(after, f"sum/{at}", total)
-        sums.append(total)
-    return sums
+                    total = gradient if total is None else total.add_(gradient)
+            if total is not None and after is not None:
+                self._line.send(after, f"sum/{at}", total)
+            sums.append(total)
+        return sums
 
 
 def as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
@@ -110,6 +165,12 @@ def digest(outputs: Sequence[torch.Tensor]) -> str:
     for output in outputs:
         found.update(memory_of(output.contiguous()))
     return found.hexdigest()
+
+
+def here() -> tuple[str, int]:
+    """Return a name of this machine, and for how many ranks with as many threads as this one it has cores."""
+    cores = len(os.sched_getaffinity(0))
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), cores // torch.get_num_threads()
 
 
 def autocast(setting: Sequence[Any]) -> Any:
@@ -149,16 +210,12 @@ class Stagehand:
         after = fingerprint(torch.get_rng_state())
         return Computed(args, as_tuple(output), isinstance(output, (list, tuple)), after)
 
-    def backward(self, computed: Computed, given: Sequence[torch.Tensor | None]) -> tuple[Gradients, Gradients]:
-        """Run backward; return the gradients of the inputs and those of the parameters."""
+    def backward(self, computed: Computed, given: Sequence[torch.Tensor | None]) -> Gradients:
+        """Run backward; return the gradients of the inputs. Those of the parameters are left in them."""
         pairs = [(o, g) for o, g in zip(computed.outputs, given, strict=True) if o.requires_grad and g is not None]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        back = [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in computed.args]
-        found = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return back, found
+        return [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in computed.args]
 
 
 class Helper:
@@ -169,7 +226,7 @@ class Helper:
         self._owner = owner
         self._build_stage = build_stage
         self._hand = Stagehand([])
-        self._sums: list[torch.Tensor | None] = []
+        self._adder = Adder(line, [])
 
     def serve(self) -> None:
         """Do what the owner says until its end; leaves this process's random numbers elsewhere than they were."""
@@ -177,7 +234,7 @@ class Helper:
         while order["do"] != "end":
             match order["do"]:
                 case "build":
-                    self._tell("ready", self._build(order))
+                    self._tell("ready", [self._build(order), *here()])
                 case "probe":
                     self._load(order)
                     self._tell("probe", [digest(self._forward(task, order)[1].outputs) for task in order["tasks"]])
@@ -205,7 +262,7 @@ class Helper:
         if torch.get_num_threads() != order["threads"]:
             return f"it computes with {torch.get_num_threads()} threads, the lost rank with {order['threads']}"
         self._hand = Stagehand(modules)
-        self._sums = [None] * len(self._hand.parameters)
+        self._adder = Adder(self._line, self._hand.parameters)
         return ""
 
     def _load(self, order: dict[str, Any]) -> None:
@@ -215,13 +272,13 @@ class Helper:
             for part, training in zip(module.modules(), flags, strict=True):
                 part.training = training
         for at, tensor in enumerate(state_of(self._hand.modules)):
-            if tensor.numel():
+            if tensor.numel() and order["load"]:
                 self._line.receive(order["from"], f"state/{at}", tensor)
                 if order["state_to"] is not None:
                     self._line.send(order["state_to"], f"state/{at}", tensor)
 
     def _step(self, order: dict[str, Any]) -> None:
-        gradients: dict[tuple[int, int], Gradients] = {}
+        self._adder.begin(order["from"], first=order["from"] == self._owner)
         waiting = []
         for stage, microbatch in order["tasks"]:
             given, computed = self._forward((stage, microbatch), order)
@@ -229,18 +286,16 @@ class Helper:
             if given["gradients"] is None:
                 waiting.append((stage, microbatch, computed))
             else:
-                gradients[stage, microbatch] = self._backward(stage, microbatch, computed, given["gradients"])
+                self._backward(stage, microbatch, computed, given["gradients"])
         for stage, microbatch, computed in waiting:  # of the last stage, whose owner computes the loss
             heard = self._hear(f"gradient/{stage}/{microbatch}")
-            gradients[stage, microbatch] = self._backward(stage, microbatch, computed, heard)
-        ours = [gradients[key] for key in sorted(gradients, key=lambda key: key[1])]
-        add_up(self._line, order["from"], order["sum_to"], self._hand.parameters, ours, self._sums)
+            self._backward(stage, microbatch, computed, heard)
+        self._adder.add_up(order["from"], order["sum_to"])
 
     def _forward(self, task: Sequence[int], order: dict[str, Any]) -> tuple[dict[str, Any], Computed]:
         given = self._hear(f"in/{task[0]}/{task[1]}")
         return given, self._hand.forward(task[0], given, order["autocast"])
 
-    def _backward(self, stage: int, microbatch: int, computed: Computed, given: Gradients) -> Gradients:
-        back, found = self._hand.backward(computed, given)
-        self._tell(f"back/{stage}/{microbatch}", back)
-        return found
+    def _backward(self, stage: int, microbatch: int, computed: Computed, given: Gradients) -> None:
+        self._tell(f"back/{stage}/{microbatch}", self._hand.backward(computed, given))
+        self._adder.keep(microbatch)

@@ -5,6 +5,7 @@ Where the schedule asks a stage for the forward or backward of a micro-batch tha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from regrow.errors import PeerLost
 from regrow.journal import Record
 from regrow.plan.team import slices
 from regrow.run.draws import fingerprint
-from regrow.run.helping import Computed, Gradients, Stagehand, add_up
+from regrow.run.helping import Computed, Gradients
 from regrow.run.observed import Observed, Task, instead
 
 if TYPE_CHECKING:
@@ -88,33 +89,37 @@ class SharedStep:
         self._sharing = replay.sharing
         self._line = replay.line
         self._stages = replay.stages
-        self._hand = Stagehand([stage.submod for stage in replay.stages])
+        self._hand = replay.hand
         self._owner_of: dict[int, int] = {}
-        self._sums = replay.sums
+        self._adder = replay.adder
         self._computed: dict[Task, Computed] = {}
+        self._outputs: dict[Task, tuple[list[torch.Tensor], bool]] = {}
         self._gradients: dict[Task, Gradients] = {}
+        """Of the outputs of the last stage."""
         self._sends: list[tuple[str, Task, list[dist.P2POp]]] = []
         self._scales: list[tuple[Any, tuple[Any, ...]]] = []
-        if not self._sums:
-            self._sums += [None] * len(self._hand.parameters)
-        parts = slices(replay.schedule._n_microbatches, len(helpers) + 1)
-        for helper, part in zip(helpers, parts, strict=False):
+        for helper, part in zip(helpers, slices(replay.microbatches, len(helpers), replay.busy()), strict=False):
             self._owner_of |= dict.fromkeys(part, helper)
         self._dispatch(replay)
+        self._adder.begin(helpers[-1], first=False)
         self._begin_sum()
-        for task in known.order:
-            if task[1] not in self._owner_of:
-                self._compute(task, replay.autocast())
+        began = time.monotonic()
+        mine = [task for task in known.order if task[1] not in self._owner_of]
+        for task in mine:
+            self._compute(task, replay.autocast())
+        self.own = len(mine)
+        """How many micro-batches this rank computes itself, and how long that took."""
+        self.computed_s = time.monotonic() - began
 
     def _dispatch(self, replay: SharedReplay) -> None:
         """Tell the helpers what to do, and give them what they need for it."""
-        replay.send_state(self._helpers)
         tasks: dict[int, list[Task]] = {helper: [] for helper in self._helpers}
         for task in self._known.order:
             if task[1] in self._owner_of:
                 tasks[self._owner_of[task[1]]].append(task)
         for at, helper in enumerate(self._helpers):
             self._line.tell(helper, "order", replay.order("step", self._helpers, at, tasks[helper]))
+        replay.send_state(self._helpers)
         for helper in self._helpers:
             for stage, microbatch in tasks[helper]:
                 self._line.tell(helper, f"in/{stage}/{microbatch}", self._known.given((stage, microbatch)))
@@ -128,17 +133,21 @@ class SharedStep:
             if parameter.grad is not None:
                 self._line.send(self._helpers[0], f"sum/{at}", parameter.grad.contiguous())
                 parameter.grad = None
+        if any(present):
+            self._line.courier.flush()  # it may be the sum of the step before, whose memory is used again
 
     def _compute(self, task: Task, setting: Sequence[Any]) -> None:
         """Compute a micro-batch of this rank's own part."""
         given = self._known.given(task)
         self._computed[task] = computed = self._hand.forward(task[0], given, setting)
+        self._outputs[task] = computed.leaves(), computed.is_tuple
         self._check(task, computed.random_after)
         if given["gradients"] is not None:
             self._back(task, given["gradients"])
 
     def _back(self, task: Task, gradients: Gradients) -> None:
-        back, self._gradients[task] = self._hand.backward(self._computed[task], gradients)
+        back = self._hand.backward(self._computed.pop(task), gradients)
+        self._adder.keep(task[1])
         self._stages[task[0]].bwd_cache[task[1]] = tuple(back)
 
     def _check(self, task: Task, name: str) -> None:
@@ -169,7 +178,7 @@ class SharedStep:
             task = (number, microbatch)
             owner = self._owner_of.get(microbatch)
             if owner is None:
-                outputs, is_tuple = self._computed[task].leaves(), self._computed[task].is_tuple
+                outputs, is_tuple = self._outputs.pop(task)
             else:
                 outputs, is_tuple, name = self._line.hear(owner, f"out/{number}/{microbatch}")
                 self._check(task, name)
@@ -191,7 +200,7 @@ class SharedStep:
             gradients = [output.grad for output in outputs]
             owner = self._owner_of.get(microbatch)
             if owner is None:
-                self._gradients[number, microbatch] = gradients  # of the outputs, until the end
+                self._gradients[number, microbatch] = gradients
             else:
                 self._line.tell(owner, f"gradient/{number}/{microbatch}", gradients)
             for output in outputs:
@@ -219,12 +228,12 @@ class SharedStep:
 
     def finish(self) -> None:
         """Take what the helpers give: the sum of all gradients, and what goes to the stage before."""
-        for task in self._computed:
-            if self._stages[task[0]].is_last:
-                self._back(task, self._gradients[task])
+        began = time.monotonic()
+        for task, gradients in self._gradients.items():
+            self._back(task, gradients)
+        self.computed_s += time.monotonic() - began
         self._send_all()
-        ours = [self._gradients[task] for task in sorted(self._gradients, key=lambda task: task[1])]
-        sums = add_up(self._line, self._helpers[-1], None, self._hand.parameters, ours, self._sums)
+        sums = self._adder.add_up(self._helpers[-1], None)
         for parameter, total in zip(self._hand.parameters, sums, strict=True):
             parameter.grad = total
         for stage, args in self._scales:

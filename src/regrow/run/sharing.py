@@ -20,8 +20,8 @@ from torch import nn
 
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Record
-from regrow.plan.team import TeamSize
-from regrow.run.helping import Line, Stagehand, describe, digest, state_of
+from regrow.plan.team import Room, TeamSize, fitting
+from regrow.run.helping import Adder, Line, Stagehand, describe, digest, here, state_of
 from regrow.run.observed import Observed, Task
 from regrow.run.shared_step import Known, SharedStep
 from regrow.run.transport import Transport
@@ -102,7 +102,14 @@ class SharedReplay:
         self._size: TeamSize | None = None
         self._alone_s = 0.0
         self._patience = PATIENCE_STEPS
-        self.sums: list[torch.Tensor | None] = []
+        self.hand = Stagehand(self._modules)
+        self.adder = Adder(self.line, self.hand.parameters)
+        self.microbatches = int(self.schedule._n_microbatches)
+        self._ended_at = 0.0
+        self._elsewhere_s = 0.0
+        self._busy: float | None = None
+        self._loaded = -1
+        self._fitting = 0
         self._times: dict[int, list[float]] = {}
         for helper in self._helpers:
             like = describe(self._modules)
@@ -125,6 +132,25 @@ class SharedReplay:
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the micro-batches of a step, with whoever helps."""
+        if self._ended_at:
+            self._elsewhere_s = time.monotonic() - self._ended_at
+        try:
+            return self._step(args, kwargs)
+        finally:
+            self._ended_at = time.monotonic()
+
+    def busy(self) -> float:
+        """Return for how many micro-batches' time this rank does other things in a step."""
+        if self._busy is not None:
+            return self._busy
+        return self._elsewhere_s / max(self._alone_s / self.microbatches, 1e-6)
+
+    def _note(self, step: SharedStep, took_s: float, waited_s: float) -> None:
+        if step.own:
+            others_s = took_s + self._elsewhere_s - waited_s - step.computed_s
+            self._busy = others_s / max(step.computed_s / step.own, 1e-6)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._seen is None:
             return self._look_on(args, kwargs)
         members = self._ready()
@@ -132,16 +158,18 @@ class SharedReplay:
         if not members or known is None:
             return self.sharing.original(*args, **kwargs)
         if self._size is None:
-            members = self._able = self._probed(members, known)
-            most = min(len(members), self.schedule._n_microbatches)
-            self._size = TeamSize(most, self._alone_s, fixed=self.sharing.helpers)
+            members = self._able = self._probed(members[: self.microbatches], known)
+            self._size = TeamSize(
+                len(members), self._alone_s, fitting=min(self._fitting, len(members)), fixed=self.sharing.helpers
+            )
         count = self._size.helpers
-        began = time.monotonic()
+        began, waited_s = time.monotonic(), self.line.courier.waited_s
         if count:
             step = SharedStep(self, members[:count], known)
             with step.standing_in():
                 result = self.sharing.original(*args, **kwargs)
             step.finish()
+            self._note(step, time.monotonic() - began, self.line.courier.waited_s - waited_s)
         else:
             result = self.sharing.original(*args, **kwargs)
         took = time.monotonic() - began
@@ -176,26 +204,30 @@ class SharedReplay:
         if len(answered) < len(self._helpers) and self._patience:
             self._patience -= 1
             return []
-        self._able = []
+        willing = []
         for helper in answered:
-            why_not = self.line.hear(helper, "ready")
+            why_not, host, ranks = self.line.hear(helper, "ready")
             if why_not:
                 self.sharing.say(f"rank {helper} cannot help: {why_not}")
             else:
-                self._able.append(helper)
+                willing.append((helper, Room(host, ranks)))
+        first = fitting(Room(*here()), willing)
+        self._fitting = len(first)
+        self._able = [*first, *(helper for helper, _ in willing if helper not in first)][: self.sharing.helpers]
         return self._able
 
     def _probed(self, members: list[int], known: Known) -> list[int]:
         """Let everyone compute the first micro-batch; return the helpers that get what this rank gets."""
-        self.send_state(members)
+        if not members:
+            return []
         tasks = [(stage, 0) for stage in range(len(self.stages))]
         for at, helper in enumerate(members):
             self.line.tell(helper, "order", self.order("probe", members, at, tasks))
             for task in tasks:
                 self.line.tell(helper, f"in/{task[0]}/{task[1]}", known.given(task))
-        hand = Stagehand(self._modules)
+        self.send_state(members)
         random_state = torch.get_rng_state()
-        own = [hand.forward(task[0], known.given(task), self.autocast()) for task in tasks]
+        own = [self.hand.forward(task[0], known.given(task), self.autocast()) for task in tasks]
         torch.set_rng_state(random_state)
         expected = [digest(computed.outputs) for computed in own]
         able = []
@@ -213,6 +245,7 @@ class SharedReplay:
         return {
             "do": what,
             "step": int(self.sharing.transport.step),
+            "load": self._loaded != self.sharing.transport.step,
             "tasks": [list(task) for task in tasks],
             "from": members[at - 1] if at else self.sharing.rank,
             "state_to": members[at + 1] if at + 1 < len(members) else None,
@@ -227,7 +260,10 @@ class SharedReplay:
         return [enabled, torch.get_autocast_dtype("cpu"), cached]
 
     def send_state(self, members: Sequence[int]) -> None:
-        """Send parameters and buffers to the first helper, which passes them on."""
+        """Send parameters and buffers to the first helper, which passes them on. Once in a step: a probe's stay."""
+        if self._loaded == self.sharing.transport.step:
+            return
+        self._loaded = int(self.sharing.transport.step)
         for at, tensor in enumerate(state_of(self._modules)):
             if tensor.numel():
                 self.line.send(members[0], f"state/{at}", tensor.contiguous())

@@ -259,8 +259,8 @@ class Stages:
     def first(self, small: checkpoint.Small) -> None:
         """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed.
 
-        Training goes on without it where it cannot be written, and that is said. Before that, while all are here and the
-        disk is at rest, see how fast messages are.
+        Training goes on without it where it cannot be written, and that is said. Before that, while all are here and
+        the disk is at rest, see how fast messages are.
         """
         rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
         before = (self._rank - 1) % self._world
