@@ -91,11 +91,12 @@ def make_synchronous(run: regrow.Run, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / f"synchronous-{run.rank}").open("wb")
 
-    def synchronous(generation: int, step: int, channel: object, tensor: torch.Tensor) -> None:
-        append(generation, step, channel, tensor)
+    def synchronous(generation: int, step: int, channel: object, tensor: torch.Tensor, **more: Any) -> Any:
+        pin = append(generation, step, channel, tensor, **more)
         file.write(tensor.detach().contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+        return pin
 
     journal.append = synchronous
 

@@ -77,12 +77,20 @@ def test_draws_that_depend_on_the_input_are_noticed_and_done_alone():
     assert "shared" in job.plans()[0] and "shared" not in job.plans()[-1], job.plans()
 
 
+def test_hooks_of_the_script_are_not_forgotten():
+    """They change the gradients of every micro-batch; what ``build_stage`` gives has none."""
+    args = ("--share", "unhooked", *SHARED[1:], "--steps", "12", "--every", "10")
+    job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)
+    assert job.output.count("cannot help: build_stage gives something else") == 2, job.output
+
+
 @pytest.mark.parametrize(
     "how, said",
     [
         ("raises", "build_stage raised ValueError: no such stage here"),
-        ("smaller", "build_stage gives other parameters or buffers than the stage has"),
-        ("otherwise", "its build_stage computes something else than this rank's stage"),
+        ("smaller", "build_stage gives something else than the stage: other parameters, buffers, parts or hooks"),
+        ("otherwise", "build_stage gives something else than the stage"),
+        ("elsewhere", "its build_stage computes something else than this rank's stage"),
     ],
 )
 def test_a_helper_that_builds_something_else_is_not_used(how, said):

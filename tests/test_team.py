@@ -14,7 +14,7 @@ from regrow.run.draws import Draws, fingerprint
 
 @given(st.integers(1, 50), st.integers(1, 12), st.floats(0, 100))
 def test_each_micro_batch_once_in_order_and_the_least_for_the_owner(count, helpers, busy):
-    parts = slices(count, helpers, busy)
+    parts = slices(count, helpers, busy, most=100)
     assert [number for part in parts for number in part] == list(range(count))
     assert len(parts) == helpers + 1
     assert len(parts[-1]) == min(map(len, parts))
@@ -32,7 +32,12 @@ def test_each_micro_batch_once_in_order_and_the_least_for_the_owner(count, helpe
     ],
 )
 def test_the_owner_takes_less_the_more_it_has_to_do_besides(count, helpers, busy, sizes):
-    assert [len(part) for part in slices(count, helpers, busy)] == sizes
+    assert [len(part) for part in slices(count, helpers, busy, most=100)] == sizes
+
+
+def test_only_the_first_takes_more_than_there_is_memory_for():
+    assert [len(part) for part in slices(32, 3, 0.0, most=2)] == [26, 2, 2, 2]
+    assert [len(part) for part in slices(32, 1, 0.0, most=1)] == [31, 1]
 
 
 def sizes(size: TeamSize, seconds: dict[int, float], steps: int) -> list[int]:

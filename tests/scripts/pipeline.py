@@ -75,7 +75,9 @@ def build(how: str, rank: int, module: nn.Module) -> nn.Module:
     if rank == 0 and how == "smaller":
         return nn.Linear(2, 2)
     if rank == 0 and how == "otherwise":
-        module[1] = nn.GELU()  # the same parameters, another function
+        module[1] = nn.GELU()
+    if rank == 0 and how == "elsewhere":
+        module[2].p = 0.3  # the same parts, another function
     return module
 
 
@@ -146,6 +148,9 @@ def main() -> None:
         modules = [DistributedDataParallel(module, process_group=twins[place]) for module in modules]
     torch.manual_seed(100 + run.rank)
     model = nn.ModuleList(modules)
+    if args.share == "unhooked":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     optimizer = (
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if args.optimizer == "sgd"

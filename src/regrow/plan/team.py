@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
-def slices(count: int, helpers: int, busy: float) -> list[range]:
+def slices(count: int, helpers: int, busy: float, most: int) -> list[range]:
     """Divide micro-batches among helpers, in order, and what is left for the owner, as the last of all.
 
-    ``busy``: for how many micro-batches' time the owner has other things to do in a step, such as its update.
+    ``busy``: for how many micro-batches' time the owner has other things to do in a step, such as its update. ``most``:
+    of how many micro-batches a member has memory to keep the gradients apart; the first one need not.
     """
     owner = round((count / helpers - busy) / (1 + 1 / helpers))  # then all end at the same time
-    owner = max(0, min(owner, count // (helpers + 1)))
+    owner = max(0, min(owner, count // (helpers + 1), most))
     each, more = divmod(count - owner, helpers)
-    found, at = [], 0
-    for member in range(helpers):
-        size = each + (member < more)
-        found.append(range(at, at + size))
-        at += size
-    return [*found, range(at, count)]
+    sizes = [each + (member < more) for member in range(helpers)]
+    sizes[1:] = [min(size, most) for size in sizes[1:]]
+    sizes[0] = count - owner - sum(sizes[1:])
+    ends = list(accumulate([*sizes, owner]))
+    return [range(end - size, end) for end, size in zip(ends, [*sizes, owner], strict=True)]
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ class Healer:
     def _load(self, step: Step) -> None:
         """Go back to this rank's own checkpoint: all of its state is then that of the step's start."""
         assert self._stages is not None
-        saved = self._stages.read(step)
+        saved = self._stages.checkpoints.read(step)
         self._updates.complete()  # whatever the interrupted step has done is overwritten
         saved.install(self._registry)
         self._stages.transport.move(step)

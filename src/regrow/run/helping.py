@@ -26,6 +26,13 @@ from regrow.state.small import lift, lower
 
 BuildStage = Callable[[int], nn.Module]
 Gradients = list[torch.Tensor | None]
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
 
 
 class Line:
@@ -68,14 +75,22 @@ def state_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def describe(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return what must be alike for two stages to compute the same."""
+    """Return what must be alike for two stages to compute the same: tensors, parts, and how many hooks they have."""
     return [
         [
-            [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            [
+                [name, list(tensor.shape), str(tensor.dtype), _hooks(tensor)]
+                for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            ],
+            [[name, type(part).__name__, _hooks(part)] for name, part in module.named_modules()],
         ]
         for module in modules
     ]
+
+
+def _hooks(owner: nn.Module | torch.Tensor) -> list[int]:
+    """Return how many hooks of each kind there are: what one does, a helper without it would not."""
+    return [len(getattr(owner, name, None) or ()) for name in HOOKS]
 
 
 class Adder:
@@ -173,6 +188,12 @@ def here() -> tuple[str, int]:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), cores // torch.get_num_threads()
 
 
+def free_memory() -> int:
+    """Return how many bytes this machine has left."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
 def autocast(setting: Sequence[Any]) -> Any:
     """Return the context in which the owner's script runs its schedule."""
     enabled, dtype, cached = setting
@@ -258,7 +279,7 @@ class Helper:
         except Exception as error:  # noqa: BLE001 (the script's own function: the owner goes on without this rank)
             return f"build_stage raised {type(error).__name__}: {error}"
         if describe(modules) != order["like"]:
-            return "build_stage gives other parameters or buffers than the stage has"
+            return "build_stage gives something else than the stage: other parameters, buffers, parts or hooks"
         if torch.get_num_threads() != order["threads"]:
             return f"it computes with {torch.get_num_threads()} threads, the lost rank with {order['threads']}"
         self._hand = Stagehand(modules)
@@ -271,6 +292,8 @@ class Helper:
         for module, flags in zip(self._hand.modules, order["training"], strict=True):
             for part, training in zip(module.modules(), flags, strict=True):
                 part.training = training
+        for parameter, flag in zip(self._hand.parameters, order["requires_grad"], strict=True):
+            parameter.requires_grad_(flag)
         for at, tensor in enumerate(state_of(self._hand.modules)):
             if tensor.numel() and order["load"]:
                 self._line.receive(order["from"], f"state/{at}", tensor)

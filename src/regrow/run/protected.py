@@ -174,7 +174,7 @@ class ProtectedRun(Run):
     def _begin(self, stages: Stages, healer: Healer) -> bool:
         """A step of a pipeline begins; whether all that its replay needs is there."""
         assert healer.step is not None and self._small is not None
-        stages.at_start(healer.step, healer.small_part())
+        stages.checkpoints.at_start(healer.step, healer.small_part())
         try:
             stages.begin(healer.step)
         except PeerLost as lost:

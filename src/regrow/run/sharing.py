@@ -21,7 +21,7 @@ from torch import nn
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Record
 from regrow.plan.team import Room, TeamSize, fitting
-from regrow.run.helping import Adder, Line, Stagehand, describe, digest, here, state_of
+from regrow.run.helping import Adder, Line, Stagehand, describe, digest, free_memory, here, state_of
 from regrow.run.observed import Observed, Task
 from regrow.run.shared_step import Known, SharedStep
 from regrow.run.transport import Transport
@@ -145,6 +145,11 @@ class SharedReplay:
             return self._busy
         return self._elsewhere_s / max(self._alone_s / self.microbatches, 1e-6)
 
+    def room_for_gradients(self) -> int:
+        """Return of how many micro-batches a member can keep the gradients apart, in a quarter of the free memory."""
+        size = sum(parameter.nbytes for parameter in self.hand.parameters)
+        return max(1, free_memory() // 4 // (len(self._helpers) + 1) // max(size, 1))
+
     def _note(self, step: SharedStep, took_s: float, waited_s: float) -> None:
         if step.own:
             others_s = took_s + self._elsewhere_s - waited_s - step.computed_s
@@ -251,6 +256,7 @@ class SharedReplay:
             "state_to": members[at + 1] if at + 1 < len(members) else None,
             "sum_to": members[at + 1] if at + 1 < len(members) else self.sharing.rank,
             "training": [[part.training for part in module.modules()] for module in self._modules],
+            "requires_grad": [parameter.requires_grad for parameter in self.hand.parameters],
             "autocast": self.autocast(),
         }
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regrow import testing
 from regrow.courier import Address, Courier
-from regrow.errors import LinkLost, PeerLost, Unrecoverable
+from regrow.errors import LinkLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
 from regrow.plan import Plan, Replay
+from regrow.run.commits import Checkpoints
 from regrow.run.contact import Contact
 from regrow.run.helping import BuildStage, Helper, Line
 from regrow.run.link import Link
@@ -34,9 +33,6 @@ from regrow.run.sharing import Sharing
 from regrow.run.transport import Transport
 from regrow.state import checkpoint
 from regrow.state.registry import Registry
-
-_COMMIT_S = 600.0
-_FIRST_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +99,13 @@ class Stages:
         self._link = link
         self._fabric = fabric
         self._preserving = preserving
-        self._every = checkpoint_every
         self._world = len(roles.stages)
+        self._checkpoint_every = checkpoint_every
         stage = roles.stages[rank]
         assert stage is not None
         self.stage = stage
         self._has_replicas = len(roles.replicas(rank)) > 1
         self.domain = roles.domains[rank]
-        # a name of its own: what an earlier run has left in the same place must never be taken for this one's
-        base = Path(checkpoint_dir) if checkpoint_dir is not None else place.scratch
-        self._directory = base / f"regrow-{roles.nonce}" / f"rank{rank}"
         self._spill = place.scratch / f"journal-{roles.nonce}-{rank}"
         shutil.rmtree(self._spill, ignore_errors=True)  # a predecessor's, which died with it
         self._journal = Journal(self._spill, memory_bytes=place.journal_bytes, on_event=self._journal_event)
@@ -130,19 +123,21 @@ class Stages:
         self.transport.on_caught_up = self._caught_up
         self.transport.superseded = lambda: link.generation != fabric.generation
         self._meter = Meter()
-        self._writer = checkpoint.Writer(self._directory, registry, self._written)
-        self._bad: dict[Step, str] = {}
-        self._settled = threading.Lock()  # several commits may end at once
-        self._committed: list[Step] = []
-        self._refused: set[Step] = set()
-        """Checkpoints that somebody could not write: they serve for the loss of this rank alone."""
+        self.checkpoints = Checkpoints(
+            Path(checkpoint_dir) if checkpoint_dir is not None else place.scratch,
+            rank,
+            roles,
+            every=checkpoint_every,
+            link=link,
+            registry=registry,
+            on_committed=self._committed,
+            say=self._say,
+            event=self._event,
+        )
         self._told = False
         self._gave_up = False
         if replacement:
-            for step in checkpoint.saved(self._directory):
-                self._verify(step)
-                if self._is_committed(step):
-                    self._committed.append(step)
+            self.checkpoints.take_over()
         self._build_stage = build_stage
         self._line = Line(courier, fabric.timeout)
         self._helping: Rank | None = None
@@ -166,7 +161,7 @@ class Stages:
         return {
             "stage": self.stage,
             "domain": self.domain,
-            "checkpoints": tuple(self._usable()),
+            "checkpoints": tuple(self.checkpoints.usable()),
             "journal_from": Step(self._journal.kept_from),
             "recent_from": self.transport.recent_from,
             "shares": self._sharing is not None and not self._sharing.why_not,
@@ -229,7 +224,7 @@ class Stages:
             pipeline=self._roles.nonce,
             world=self._world,
             stage=self.stage,
-            checkpoint_every=self._every,
+            checkpoint_every=self._checkpoint_every,
             **self._meter.totals(),
         )
 
@@ -254,139 +249,16 @@ class Stages:
         for contact in self.contacts:
             contact.abandon()
 
-    # checkpoints -----------------------------------------------------------------------------------------------------
-
     def first(self, small: checkpoint.Small) -> None:
-        """Write the first checkpoint, before anyone hears that the set-up is done: from then on it may be needed.
-
-        Training goes on without it where it cannot be written, and that is said. Before that, while all are here and
-        the disk is at rest, see how fast messages are.
-        """
+        """Write the first checkpoint; before that, while the disk is at rest, see how fast messages are."""
         rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
         before = (self._rank - 1) % self._world
         self._event("link_rate", pipeline=self._roles.nonce, peer=before, bytes_per_s=rate)
-        self._writer.save(Step(0), small)
-        if not self._writer.wait(_FIRST_S):
-            self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
+        self.checkpoints.first(small)
 
-    def at_start(self, step: Step, small: checkpoint.Small) -> None:
-        """Take a checkpoint if one is due at the start of this step."""
-        if step == 0 or step % self._every or (step in self._committed and step not in self._bad):
-            return
-        if self._writer.busy:
-            self._event("checkpoint_skipped", step=step, why="the one before is still being written")
-            self._in_background(self._refuse, step)
-            return
-        began = time.monotonic()
-        self._writer.save(step, small)
-        self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
-
-    def read(self, step: Step) -> checkpoint.Saved:
-        """Read this rank's checkpoint; a damaged one is named, and not counted on again."""
-        try:
-            return checkpoint.read(self._directory, step)
-        except checkpoint.DamagedCheckpoint as error:
-            self._distrust(step, error)
-            raise PeerLost(str(error)) from error
-
-    def _verify(self, step: Step) -> None:
-        try:
-            checkpoint.read(self._directory, step)
-        except checkpoint.DamagedCheckpoint as error:
-            self._distrust(step, error)
-
-    def _distrust(self, step: Step, error: Exception) -> None:
-        self._bad[step] = str(error)
-        self._say(f"{error}; it is not used")
-        self._event("checkpoint_damaged", step=step, why=str(error))
-
-    def _written(self, step: Step, nbytes: int, seconds: float) -> None:
-        """In the writer's thread: this rank's part is on storage, or could not be put there."""
-        if nbytes < 0:
-            self._say(f"{self._writer.failure}; {self._what_a_loss_costs()}")
-            self._event("checkpoint_failed", step=step, why=self._writer.failure)
-            self._refuse(step)
-            return
-        testing.point("checkpoint_written", step)
-        self._bad.pop(step, None)
-        self._tidy()
-        self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
-        self._in_background(self._commit, step)
-
-    def _in_background(self, target: Callable[[Step], None], step: Step) -> None:
-        threading.Thread(target=target, args=(step,), name="regrow-commit", daemon=True).start()
-
-    def _usable(self) -> list[Step]:
-        return [step for step in checkpoint.saved(self._directory) if step not in self._bad]
-
-    def _what_a_loss_costs(self) -> str:
-        alone = " with all its replicas" if self._has_replicas else ""
-        usable = self._usable()
-        return "until one is, " + (
-            f"this stage goes back to step {usable[-1]} if it is lost{alone}"
-            if usable
-            else f"the run cannot go on if this stage is lost{alone}"
-        )
-
-    # A checkpoint is committed when every rank has put its part on storage, or never if one could not: that one says so
-    # first, and only then that it is done, so that all come to the same end.
-
-    def _keys(self, step: Step) -> tuple[list[str], str]:
-        """Return what each rank sets in the store when it is done, and what is set before if one has not succeeded."""
-        prefix = self._prefix(step)
-        return [f"{prefix}{rank}" for rank in range(self._world)], f"{prefix}refused"
-
-    def _prefix(self, step: Step) -> str:
-        return f"checkpoint/{self._roles.nonce}/{step}/"
-
-    def _ask(self, op: str, *, timeout_s: float = 30.0, **fields: Any) -> Any:
-        request = {"type": "store", "op": op, "timeout_s": timeout_s, **fields}
-        reply = self._link.ask(request, timeout_s=timeout_s + 10).head
-        if not reply["ok"]:
-            raise TimeoutError(reply["error"])
-        return reply["value"]
-
-    def _is_committed(self, step: Step) -> bool:
-        done, refused = self._keys(step)
-        # in this order: the keys of an old checkpoint are all deleted at once
-        return not self._ask("check", keys=[refused]) and bool(self._ask("check", keys=done))
-
-    def _refuse(self, step: Step) -> None:
-        """Let nobody wait for this rank's part, nor count on it."""
-        done, refused = self._keys(step)
-        with contextlib.suppress(TimeoutError, LinkLost):
-            self._ask("set", key=refused)
-            self._ask("set", key=done[self._rank])
-
-    def _commit(self, step: Step) -> None:
-        """Wait until every rank has written its part; from then on nobody needs what was sent before."""
-        done, _ = self._keys(step)
-        try:
-            self._ask("set", key=done[self._rank])
-            self._ask("wait", keys=done, timeout_s=_COMMIT_S)
-            committed = self._is_committed(step)
-        except (TimeoutError, LinkLost):
-            return
-        if not committed:
-            self._refused.add(step)
-            self._tidy()
-            self._event("checkpoint_refused", step=step)
-            return
-        testing.point("checkpoint_commit", step)
-        self._committed.append(step)
+    def _committed(self, step: Step) -> None:
         self._gave_up = False
         self._journal.drop_before(step)
-        self._tidy()
-        self._event("checkpoint_committed", step=step)
-
-    def _tidy(self) -> None:
-        """Delete the checkpoints that nobody will ask for."""
-        with self._settled:
-            for step in checkpoint.superseded(self._usable(), self._committed, self._refused):
-                self._writer.remove(step)
-                if step < max(self._committed, default=Step(0)):  # everyone has got beyond it
-                    with contextlib.suppress(LinkLost):
-                        self._link.send({"type": "kv_purge", "prefix": self._prefix(step)})
 
     def _caught_up(self, first: Step, last: Step, nbytes: int, seconds: float) -> None:
         self._event(
@@ -416,7 +288,7 @@ class Stages:
             return
         if name == "journal_given_up":
             self._gave_up = True
-            back = max(self._committed, default=None)
+            back = self.checkpoints.last_committed
             self._say(
                 f"the journal gives up what was sent through step {fields['through_step']} and later ones in turn "
                 f"({fields['why']}): until the next checkpoint is committed, a lost stage "
@@ -437,12 +309,9 @@ class Stages:
     def close(self) -> None:
         """All ranks are done: nothing of this is needed any more."""
         self._tell_profile()
-        self._writer.wait(10.0)
+        self.checkpoints.close()
         self.transport.close()
         self._courier.close()
         self._server.close()
         self._journal.close()
         shutil.rmtree(self._spill, ignore_errors=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self._directory.parent.rmdir()  # by whoever is the last
