@@ -9,16 +9,19 @@ Prints a table with the bounds that the figures should meet, and writes ``bench/
 from __future__ import annotations
 
 import argparse
+import random
 import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from data_parallel import HERE, Figure, conclude, facts, finish, say
 from regrow import events
+from regrow.plan.grouping import Chain, best
 
 SCRIPT = HERE / "pipeline_job.py"
 OUT = HERE / "out" / "pipeline.json"
@@ -104,6 +107,21 @@ def peak_rss_mb(journal_mb: int) -> float:
         return max(fact["rss_mb"] for rank in range(STAGES) for fact in facts(home / "out", rank))
 
 
+def grouping_s(seed: int) -> float:
+    """Seconds to find the best groups of 1,000 machines under a cap."""
+    rng = random.Random(seed)
+    chain = Chain(
+        replay_s=tuple(rng.uniform(0.5, 2.0) for _ in range(1000)),
+        boundary_bytes=tuple(rng.uniform(1e6, 1e9) for _ in range(999)),
+        bandwidth=1e9,
+        interval=100,
+    )
+    cap = sum(chain.cut_bytes) * rng.choice((0.05, 0.2, 0.5, 0.9))
+    began = time.monotonic()
+    best(chain, cap)
+    return time.monotonic() - began
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="how much to measure; 1 for a quick look")
@@ -116,6 +134,8 @@ def main() -> int:
         say(f"  {STAGES} stages  {figures[-1].line()}")
 
     say(f"{'figure':54}{'median':>9}   {'spread':24}{'bound':>16}")
+    add("grouping_1000_machines_s", [grouping_s(seed) for seed in range(8)], "below 1", lambda m: m < 1)
+
     journaled, synchronous = [], []
     for _ in range(args.rounds):
         journaled.append(step_ratios(100))

@@ -85,14 +85,14 @@ class ProtectedRun(Run):
     def _check(self) -> None:
         for optimizer in self._registry.optimizers.values():
             undo.check_supported(optimizer)
-        sharding = sys.modules.get(
-            "torch.distributed.tensor"
-        )  # importing it takes seconds; without it nothing is sharded
+        # importing it takes seconds; without it nothing is sharded
+        sharding = sys.modules.get("torch.distributed.tensor")
         for param in self._registry.params:
             if sharding is not None and isinstance(param.tensor, sharding.DTensor):
                 raise ValueError(
                     f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
-                    "regrow protects data-parallel models (DistributedDataParallel); sharded ones are not supported yet"
+                    "regrow protects data-parallel models (DistributedDataParallel) and pipelines of whole stages. "
+                    "FSDP and tensor parallelism, also within a stage, are not supported yet"
                 )
         wrapped = [ddp for module in self._registry.modules.values() for ddp in find_ddp(module)]
         if any(ddp.static_graph for ddp in wrapped):
