@@ -87,10 +87,12 @@ def test_an_end_without_destroying_the_groups():
 def test_survivors_keep_their_processes():
     job = check("--steps", "6", nproc=3, faults=[Fault(point="in_backward", rank=1, step=2)], spares=1)
     started = {event["rank"]: event["pid"] for event in job.events("worker_started") if event.get("rank") is not None}
-    attempts = [[0, True], [1, True], [2, False], *([step, True] for step in range(2, 6))]
     for rank in (0, 2):
         assert job.ranks[rank]["pid"] == started[rank]
-        assert job.ranks[rank]["attempts"] == attempts
+        attempts = job.ranks[rank]["attempts"]
+        assert [step for step, completed in attempts if completed] == list(range(6))
+        # a slow one may hear of the loss before it has begun the step
+        assert [step for step, completed in attempts if not completed] in ([2], [])
 
 
 def test_a_bug_is_not_a_fault():

@@ -149,7 +149,8 @@ def test_a_disk_that_takes_no_journal(tmp_path):
     )  # fmt: skip
     assert job.code == 0, job.output
     assert job.digests() == expected.digests(), job.output
-    assert 1 <= job.output.count("the journal gives up what was sent through step") <= 6  # once until a commit
+    # each process says it once until a commit: rank 0 around those of steps 0 and 20, rank 1 and its replacement twice
+    assert 1 <= job.output.count("the journal gives up what was sent through step") <= 7
     assert "load     ranks 0, 1: the checkpoint of step 0" in job.plans()[0]
 
 

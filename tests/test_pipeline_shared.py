@@ -63,6 +63,19 @@ def test_a_helper_that_has_completed_the_last_step():
     assert shared_steps(job, 2) >= 6, job.output
 
 
+def test_a_schedule_that_runs_twice_in_a_step_adds_to_the_gradients_of_the_first_time():
+    args = (*SHARED, "--twice", "--steps", "12", "--every", "10")
+    job = check(*args, nproc=4, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)
+    (event,) = job.events("replay_shared")
+    assert sum(steps for size, steps in event["steps"].items() if size != "0") >= 4, event
+
+
+def test_a_loss_that_draws_random_numbers_is_noticed():
+    args = (*SHARED, "--noisy-loss", "--steps", "12", "--every", "10")
+    job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=2, step=9)], spares=1, flags=BY_THREE)
+    assert "rank 2: the replay goes on without help: something else than its forward draws" in job.output, job.output
+
+
 def test_averages_of_batch_norm_are_made_alone():
     args = ("--share", "--microbatches", "8", "--steps", "12", "--every", "10")
     job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)

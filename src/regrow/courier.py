@@ -58,6 +58,7 @@ class Courier:
         self._connecting = threading.Lock()
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[tuple[int, int], _Incoming] = {}
+        self._closed = False
         self.waiting = False
         """Whether a message is waited for right now."""
         self.waited_s = 0.0
@@ -96,6 +97,7 @@ class Courier:
 
     def close(self) -> None:
         """Drop all connections and listen no more."""
+        self._closed = True
         self.sever(below=1 << 62)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread that accepts
@@ -242,8 +244,11 @@ class Courier:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_LOOK_EVERY_S)  # no descriptors left, perhaps: others may be closed meanwhile
+                continue
             threading.Thread(target=self._welcome, args=(connection,), name="regrow-courier-hello", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:

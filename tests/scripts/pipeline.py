@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--die", type=int, nargs="+", default=[], help="a step, and ranks that die in it at once")
     parser.add_argument("--share", nargs="?", const="right", help="let idle ranks help with a replay; or badly")
     parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--noisy-loss", action="store_true")
+    parser.add_argument("--twice", action="store_true", help="run the schedule twice in each step")
     parser.add_argument("--norm", choices=["batch", "layer", "none"], default="batch")
     parser.add_argument("--slow-s", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
@@ -158,6 +160,8 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     loss_fn = nn.CrossEntropyLoss()
+    if args.noisy_loss:
+        loss_fn = lambda out, y: nn.functional.cross_entropy(out + 0.01 * torch.randn_like(out), y)  # noqa: E731
     if args.schedule == "hand":
         schedule = ByHand(modules[0], place, ranks, args.microbatches, loss_fn)
     else:
@@ -199,6 +203,8 @@ def main() -> None:
                 time.sleep(args.slow_s)
             x, y = step.batch if place in (0, length - 1) else (None, None)
             given = (x,) if place == 0 else ()
+            if args.twice:
+                schedule.step(*given, **({"target": y} if place == length - 1 else {}))
             if args.autocast:
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     schedule.step(*given, **({"target": y, "losses": found} if place == length - 1 else {}))

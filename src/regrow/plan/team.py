@@ -69,6 +69,11 @@ class TeamSize:
         """How many are to help in the next step."""
         return self._best if self._trying is None else self._trying
 
+    @property
+    def nobody(self) -> bool:
+        """Whether it is settled that nobody helps."""
+        return self._trying is None and self._best == 0
+
     def took(self, seconds: float) -> None:
         """Say how long the step took with that many."""
         if self._trying is None:

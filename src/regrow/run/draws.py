@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class _Like:
@@ -30,11 +30,15 @@ class Draws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any]] = []
+        self.generators = False
+        """Whether some operation drew from a generator of its own: drawing again would move that."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operation that draws."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
+            given = tree_leaves((args, kwargs))
+            self.generators |= any(isinstance(each, torch.Generator) for each in given)
             self._calls.append((func, *tree_map_only(torch.Tensor, _Like, (args, kwargs))))
         return func(*args, **kwargs)
 

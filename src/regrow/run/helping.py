@@ -20,12 +20,14 @@ from torch import nn
 
 from regrow import testing
 from regrow.courier import Courier, memory_of
+from regrow.errors import PeerLost
 from regrow.run.draws import fingerprint
 from regrow.state import codec
 from regrow.state.small import lift, lower
 
 BuildStage = Callable[[int], nn.Module]
 Gradients = list[torch.Tensor | None]
+ORDERS_WITHIN = timedelta(days=7)
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -209,6 +211,8 @@ class Computed:
     is_tuple: bool
     random_after: str
     """Where the generator stands: see ``fingerprint``."""
+    setting: Sequence[Any]
+    """How the script runs its schedule, backwards included: see ``autocast``."""
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the outputs without what they were computed from."""
@@ -229,13 +233,14 @@ class Stagehand:
         with torch.enable_grad(), autocast(setting):
             output = self.modules[stage](*args, **given["kwargs"])
         after = fingerprint(torch.get_rng_state())
-        return Computed(args, as_tuple(output), isinstance(output, (list, tuple)), after)
+        return Computed(args, as_tuple(output), isinstance(output, (list, tuple)), after, setting)
 
     def backward(self, computed: Computed, given: Sequence[torch.Tensor | None]) -> Gradients:
         """Run backward; return the gradients of the inputs. Those of the parameters are left in them."""
         pairs = [(o, g) for o, g in zip(computed.outputs, given, strict=True) if o.requires_grad and g is not None]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            with autocast(computed.setting):
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         return [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in computed.args]
 
 
@@ -251,26 +256,39 @@ class Helper:
 
     def serve(self) -> None:
         """Do what the owner says until its end; leaves this process's random numbers elsewhere than they were."""
-        order = self._hear("order")
+        order = self._order()
         while order["do"] != "end":
             match order["do"]:
                 case "build":
                     self._tell("ready", [self._build(order), *here()])
                 case "probe":
                     self._load(order)
-                    self._tell("probe", [digest(self._forward(task, order)[1].outputs) for task in order["tasks"]])
+                    self._tell("probe", self._probe(order))
                 case "step":
                     self._load(order)
                     testing.point("helping", order["step"])
                     self._step(order)
-            order = self._hear("order")
+            order = self._order()
         self._line.courier.flush()
+
+    def _order(self) -> Any:
+        """Wait for what to do next; a long time if the owner is slow, but not past the end of the generation."""
+        return Line(self._line.courier, ORDERS_WITHIN).hear(self._owner, "order")
 
     def _tell(self, what: str, value: Any) -> None:
         self._line.tell(self._owner, what, value)
 
     def _hear(self, what: str) -> Any:
         return self._line.hear(self._owner, what)
+
+    def _probe(self, order: dict[str, Any]) -> list[str] | str:
+        """Return what comes out of the micro-batches that are asked for, or why nothing does."""
+        try:
+            return [digest(self._forward(task, order)[1].outputs) for task in order["tasks"]]
+        except PeerLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (the script's own module: the owner goes on without this rank)
+            return f"its forward raised {type(error).__name__}: {error}"
 
     def _build(self, order: dict[str, Any]) -> str:
         """Build the owner's stages; return why this rank cannot help, or nothing."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from regrow.run.draws import Draws
 from regrow.run.helping import as_tuple, state_of
@@ -32,6 +32,16 @@ class Observed:
         self.forwards: list[Task] = []
         self.draws: dict[int, Draws] = {}
         self.why_not = ""
+        self._backwards: dict[int, list[int]] = {}
+        self._random = torch.get_rng_state()
+        """Where torch's generator must stand if nothing but forwards draws from it."""
+        parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+        if len({id(parameter) for parameter in parameters}) < len(parameters):
+            self.refuse("two stages on one rank share a parameter")
+        if not all(parameter.is_contiguous() for parameter in parameters):
+            self.refuse("a parameter is not contiguous")
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+            self.refuse("a parameter has a hook on its accumulated gradient")
         for stage in stages:
             if isinstance(stage.submod, DistributedDataParallel):
                 self.refuse("DistributedDataParallel sums gradients with replicas in the middle of it")
@@ -42,40 +52,54 @@ class Observed:
         """It cannot be shared: the first reason counts."""
         self.why_not = self.why_not or why
 
-    def looking_on(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def looking_on(self) -> Iterator[None]:
         """Look on while a step is done."""
-        return instead(
-            [
-                (stage, name, make)
-                for number, stage in enumerate(self._stages)
-                for name, make in (
-                    ("forward_one_chunk", self._forward(number, stage)),
-                    ("backward_one_chunk", self._backward()),
-                    ("get_fwd_recv_ops", self._receive("forward", number)),
-                    ("get_bwd_recv_ops", self._receive("backward", number)),
-                    ("set_local_fwd_input", self._unshareable("two neighbouring stages are on one rank")),
-                    ("backward_weight_one_chunk", self._unshareable("its schedule computes weights' gradients apart")),
-                )
-            ]
-        )
+        self._random = torch.get_rng_state()
+        replaced = [
+            (stage, name, make)
+            for number, stage in enumerate(self._stages)
+            for name, make in (
+                ("forward_one_chunk", self._forward(number, stage)),
+                ("backward_one_chunk", self._backward(number, stage)),
+                ("get_fwd_recv_ops", self._receive("forward", number)),
+                ("get_bwd_recv_ops", self._receive("backward", number)),
+                ("set_local_fwd_input", self._unshareable("two neighbouring stages are on one rank")),
+                ("backward_weight_one_chunk", self._unshareable("its schedule computes weights' gradients apart")),
+            )
+        ]
+        with instead(replaced):
+            yield
+        self._check_random()
+        if any(order != sorted(order) for order in self._backwards.values()):
+            self.refuse("its schedule does the backwards in another order than the forwards")
+        if any(draws.generators for draws in self.draws.values()):
+            self.refuse("its forward draws random numbers from a generator of its own")
+
+    def _check_random(self) -> None:
+        if not torch.equal(self._random, torch.get_rng_state()):
+            self.refuse("something else than its forward draws random numbers in a step, the loss perhaps")
 
     def _forward(self, number: int, stage: Any) -> Callable[..., Any]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(microbatch: int, args: Any, kwargs: Any = None, **more: Any) -> Any:
                 self.forwards.append((number, microbatch))
+                self._check_random()
                 if number in self.draws:
-                    return original(microbatch, args, kwargs, **more)
-                try:
-                    codec.encode([args if stage.is_first else (), kwargs or {}])
-                except ValueError as error:
-                    self.refuse(f"its inputs cannot be sent: {error}")
+                    output = original(microbatch, args, kwargs, **more)
+                    self._random = torch.get_rng_state()
+                    return output
+                given = [args if stage.is_first else (), kwargs or {}]
+                sent = self._sent(given)
                 buffers = [buffer.clone() for buffer in stage.submod.buffers()]
                 others = _other_random()
                 self.draws[number] = Draws()
                 with self.draws[number]:
                     output = original(microbatch, args, kwargs, **more)
-                if not all(isinstance(each, torch.Tensor) for each in as_tuple(output)):
-                    self.refuse("it gives something else than tensors")
+                self._random = torch.get_rng_state()
+                self._check_output(stage, output)
+                if sent != self._sent(given):
+                    self.refuse("its forward writes to its inputs")
                 same = zip(buffers, stage.submod.buffers(), strict=True)
                 if not all(torch.equal(before, after) for before, after in same):
                     self.refuse("its forward writes to buffers, in the order of the micro-batches")
@@ -87,15 +111,44 @@ class Observed:
 
         return make
 
-    def _backward(self) -> Callable[..., Any]:
+    def _sent(self, given: Any) -> bytes:
+        """Return inputs as they would be sent."""
+        try:
+            if not all(each.is_contiguous() for each in tree_leaves(given) if isinstance(each, torch.Tensor)):
+                self.refuse("its inputs are not contiguous")
+            return codec.encode(given)
+        except ValueError as error:
+            self.refuse(f"its inputs cannot be sent: {error}")
+            return b""
+
+    def _check_output(self, stage: Any, output: Any) -> None:
+        outputs: tuple[Any, ...] = as_tuple(output)
+        for each in outputs:
+            if not isinstance(each, torch.Tensor):
+                self.refuse("it gives something else than tensors")
+            elif not each.is_contiguous():
+                self.refuse("its output is not contiguous")
+            elif stage.is_last and each.requires_grad:
+                each.register_hook(self._check_gradient)  # as the loss gives it, before it lies anywhere
+
+    def _check_gradient(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided or not gradient.is_contiguous():
+            self.refuse("a gradient is not contiguous")
+
+    def _backward(self, number: int, stage: Any) -> Callable[..., Any]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def backward(*args: Any, **kwargs: Any) -> Any:
+            def backward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
                 if not kwargs.get("full_backward", True):
                     self.refuse("its schedule computes weights' gradients apart")
                 before = torch.get_rng_state()
-                result = original(*args, **kwargs)
+                result = original(microbatch, *args, **kwargs)
                 if not torch.equal(before, torch.get_rng_state()):
                     self.refuse("its backward draws random numbers")
+                if number not in self._backwards:
+                    for parameter in stage.submod.parameters():
+                        if parameter.grad is not None:
+                            self._check_gradient(parameter.grad)
+                self._backwards.setdefault(number, []).append(microbatch)
                 return result
 
             return backward

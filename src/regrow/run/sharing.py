@@ -178,8 +178,11 @@ class SharedReplay:
         else:
             result = self.sharing.original(*args, **kwargs)
         took = time.monotonic() - began
+        self._loaded = -1  # the script may update, or call its schedule again with other members
         self._times.setdefault(count, []).append(took)
         self._size.took(took)
+        if self._size.nobody:
+            self.sharing.end()  # they have their own to do
         return result
 
     # the first step --------------------------------------------------------------------------------------------------
@@ -192,6 +195,8 @@ class SharedReplay:
             result = self.sharing.original(*args, **kwargs)
             self._alone_s = time.monotonic() - began
         self._times.setdefault(0, []).append(self._alone_s)
+        if not self.schedule._has_backward:
+            seen.refuse("its schedule has no backward")
         if seen.why_not:
             self.sharing.why_not = seen.why_not
             self.sharing.say(f"the replay goes on without help: {seen.why_not}")
@@ -237,12 +242,12 @@ class SharedReplay:
         expected = [digest(computed.outputs) for computed in own]
         able = []
         for helper in members:
-            if self.line.hear(helper, "probe") == expected:
+            found = self.line.hear(helper, "probe")
+            if found == expected:
                 able.append(helper)
-            else:
-                self.sharing.say(
-                    f"rank {helper} cannot help: its build_stage computes something else than this rank's stage"
-                )
+                continue
+            other = "its build_stage computes something else than this rank's stage"
+            self.sharing.say(f"rank {helper} cannot help: {found if isinstance(found, str) else other}")
         return able
 
     def order(self, what: str, members: Sequence[int], at: int, tasks: Sequence[Task]) -> dict[str, Any]:

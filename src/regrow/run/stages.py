@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.courier import Address, Courier
-from regrow.errors import LinkLost, Unrecoverable
+from regrow.errors import LinkLost, PeerLost, Unrecoverable
 from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
@@ -141,6 +141,7 @@ class Stages:
         self._build_stage = build_stage
         self._line = Line(courier, fabric.timeout)
         self._helping: Rank | None = None
+        self._cannot_help = False
         self._sharing: Sharing | None = None
         if build_stage is not None and len(schedules) == 1 and place.replay_helpers != 0:
             self._sharing = Sharing(
@@ -164,7 +165,7 @@ class Stages:
             "checkpoints": tuple(self.checkpoints.usable()),
             "journal_from": Step(self._journal.kept_from),
             "recent_from": self.transport.recent_from,
-            "shares": self._sharing is not None and not self._sharing.why_not,
+            "shares": self._sharing is not None and not self._sharing.why_not and not self._cannot_help,
             "damaged": tuple(sorted(self.transport.damaged)),
         }
 
@@ -199,8 +200,15 @@ class Stages:
         owner, self._helping = self._helping, None
         if owner is not None:
             assert self._build_stage is not None
-            with self._preserving():
-                Helper(self._line, owner, self._build_stage).serve()
+            try:
+                with self._preserving():
+                    Helper(self._line, owner, self._build_stage).serve()
+            except PeerLost:
+                raise
+            except Exception as error:  # whatever happens to a helper, its own state is whole
+                self._cannot_help = True
+                self._say(f"this rank helps no more: {type(error).__name__}: {error}")
+                raise PeerLost(f"rank {self._rank} cannot help rank {owner}: {error}") from error
 
     def begin(self, step: Step) -> None:
         """A step begins."""

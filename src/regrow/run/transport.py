@@ -28,6 +28,8 @@ ALIKE = frozenset({"allreduce", "broadcast", "allgather", "_allgather_base", "al
 """Collectives that give every member the same: whoever is ahead can tell what they gave."""
 
 ALL = -1
+CATCHES_UP_WITHIN = timedelta(days=7)
+"""A replay may take longer than any message; whether the rank makes progress is the agents' to see."""
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -274,7 +276,9 @@ class Transport:
             if not _on_host(tensors):
                 return None
             (tensor,) = tensors
-            return self._courier.receive(peer, _name(channel), tensor, group.timeout)
+            catching_up = self._positions[peer] < self._positions[self._rank]
+            timeout = CATCHES_UP_WITHIN if catching_up else group.timeout
+            return self._courier.receive(peer, _name(channel), tensor, timeout)
         for tensor in tensors:
             self._next(peer, channel).copy_to(tensor)
         return ReplayedWork(tensors, src)
