@@ -44,15 +44,39 @@ class Known:
         self._args = arg_mbs
         self._kwargs = kwarg_mbs
         self.order = seen.forwards
-        self.begins: dict[Task, torch.Tensor] = {}
-        self.ends: dict[Task, torch.Tensor] = {}
-        now = state = torch.get_rng_state()
-        for task in seen.forwards:
-            self.begins[task] = state
-            seen.draws[task[0]].again()
-            self.ends[task] = state = torch.get_rng_state()
-        self.random_after = state
-        torch.set_rng_state(now)
+        self._draws = seen.draws
+        self._place = {task: place for place, task in enumerate(seen.forwards)}
+        self._states = [torch.get_rng_state()]
+        """Where the generator stands before each micro-batch, and after the last, as far as that is known."""
+
+    def random_at(self, place: int) -> torch.Tensor:
+        """Return where the generator stands when so many micro-batches are done, drawing again what is not known yet.
+
+        Only when it is asked for: the first helper can begin before the numbers of the others' micro-batches are drawn,
+        and what this rank computes itself needs no drawing besides.
+        """
+        if place >= len(self._states):
+            now = torch.get_rng_state()
+            torch.set_rng_state(self._states[-1])
+            for number, _ in self.order[len(self._states) - 1 : place]:
+                self._draws[number].again()
+                self._states.append(torch.get_rng_state())
+            torch.set_rng_state(now)
+        return self._states[place]
+
+    @property
+    def random_after(self) -> torch.Tensor:
+        """Where the generator stands after the last micro-batch."""
+        return self.random_at(len(self.order))
+
+    def leaves_random_at(self, task: Task, state: torch.Tensor | str) -> bool:
+        """Whether a computed micro-batch has left the generator where it was expected; a fingerprint will do."""
+        place = self._place[task] + 1
+        if isinstance(state, str):
+            return state == fingerprint(self.random_at(place))
+        if place == len(self._states):
+            self._states.append(state)
+        return torch.equal(state, self.random_at(place))
 
     def given(self, task: Task) -> dict[str, Any]:
         """Return what a helper needs to compute a micro-batch."""
@@ -72,7 +96,12 @@ class Known:
             infos = stage.grad_recv_info[microbatch]
             gradients = [None if info.buffer is None else next(came).tensor() for info in infos]
         kwargs = self._kwargs[microbatch] if self._kwargs is not None else None
-        return {"args": args, "kwargs": kwargs or {}, "gradients": gradients, "random": self.begins[task]}
+        return {
+            "args": args,
+            "kwargs": kwargs or {},
+            "gradients": gradients,
+            "random": self.random_at(self._place[task]),
+        }
 
 
 class SharedStep:
@@ -142,7 +171,7 @@ class SharedStep:
         given = self._known.given(task)
         self._computed[task] = computed = self._hand.forward(task[0], given, setting)
         self._outputs[task] = computed.leaves(), computed.is_tuple
-        self._check(task, computed.random_after)
+        self._check(task, torch.get_rng_state())
         if given["gradients"] is not None:
             self._back(task, given["gradients"])
 
@@ -151,8 +180,8 @@ class SharedStep:
         self._adder.keep(task[1])
         self._stages[task[0]].bwd_cache[task[1]] = tuple(back)
 
-    def _check(self, task: Task, name: str) -> None:
-        if name != fingerprint(self._known.ends[task]):
+    def _check(self, task: Task, random_after: torch.Tensor | str) -> None:
+        if not self._known.leaves_random_at(task, random_after):
             self._sharing.why_not = "how many random numbers a micro-batch draws depends on its values"
             raise Unshareable(f"micro-batch {task[1]} drew other random numbers than the first one did")
 
