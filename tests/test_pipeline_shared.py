@@ -113,3 +113,14 @@ def test_a_helper_that_builds_something_else_is_not_used(how, said):
     job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1, flags=BY_THREE)
     assert f"rank 1: rank 0 cannot help: {said}" in job.output, job.output
     assert shared_steps(job, 1) >= 6 and not shared_steps(job, 2), job.events("replay_shared")
+
+
+def test_helpers_with_another_backward_or_a_forward_that_raises_are_not_used():
+    """Nothing but computing a micro-batch shows it: they are built of the same parts."""
+    args = ("--share", "unlike", *SHARED[1:], "--steps", "12", "--every", "10")
+    job = check(*args, nproc=4, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1, flags=BY_THREE)
+    other = "its build_stage computes something else than this rank's stage"
+    raised = "its forward or backward raised ValueError: not on this rank"
+    assert f"rank 1: rank 0 cannot help: {other}" in job.output, job.output
+    assert f"rank 1: rank 2 cannot help: {raised}" in job.output, job.output
+    assert shared_steps(job, 1) >= 6 and not shared_steps(job, 2), job.events("replay_shared")

@@ -7,8 +7,9 @@ of all micro-batches, added one after the other in the order of the micro-batche
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -176,11 +177,13 @@ def as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
     return tuple(output) if isinstance(output, (list, tuple)) else (output,)
 
 
-def digest(outputs: Sequence[torch.Tensor]) -> str:
-    """Return a short name for a stage's outputs."""
+def digest(tensors: Sequence[torch.Tensor | None]) -> str:
+    """Return a short name for tensors: which there are, their kind, their bytes."""
     found = xxhash.xxh3_128()
-    for output in outputs:
-        found.update(memory_of(output.contiguous()))
+    for tensor in tensors:
+        found.update(b"-" if tensor is None else repr((tensor.shape, tensor.dtype)).encode())
+        if tensor is not None:
+            found.update(memory_of(tensor.contiguous()))
     return found.hexdigest()
 
 
@@ -243,6 +246,38 @@ class Stagehand:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         return [arg.grad if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in computed.args]
 
+    def probe(self, stage: int, given: dict[str, Any], setting: Sequence[Any]) -> str:
+        """Return a name for what comes out of a micro-batch's forward and backward; leave gradients as they are."""
+        with self._gradients_aside():
+            computed = self.forward(stage, {**given, "args": tuple(map(_apart, given["args"]))}, setting)
+            gradients = given["gradients"]
+            if gradients is None:  # the last stage's, whose loss is not to be computed for this
+                gradients = [_uneven(output) for output in computed.outputs]
+            back = self.backward(computed, [_apart(gradient) for gradient in gradients])
+            return digest([*computed.outputs, *back, *(parameter.grad for parameter in self.parameters)])
+
+    @contextlib.contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Take gradients away for a while: what the script has left there is to be added to, by the step itself."""
+        left = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self.parameters, left, strict=True):
+                parameter.grad = gradient
+
+
+def _apart(given: Any) -> Any:
+    """Return what is given in memory of its own: a probe must leave no trace in what the step begins with."""
+    return given.detach().clone().requires_grad_(given.requires_grad) if isinstance(given, torch.Tensor) else given
+
+
+def _uneven(output: torch.Tensor) -> torch.Tensor:
+    """Return a gradient to probe with. Softmax and normalisation would make nothing of ones."""
+    return (torch.arange(output.numel()) % 7 - 3).to(output.dtype).view(output.shape)
+
 
 class Helper:
     """Serves one owner until that says that it is done."""
@@ -282,13 +317,15 @@ class Helper:
         return self._line.hear(self._owner, what)
 
     def _probe(self, order: dict[str, Any]) -> list[str] | str:
-        """Return what comes out of the micro-batches that are asked for, or why nothing does."""
+        """Return names of what comes out of the micro-batches that are asked for, or why nothing does."""
         try:
-            return [digest(self._forward(task, order)[1].outputs) for task in order["tasks"]]
+            given = [self._hear(f"in/{stage}/{microbatch}") for stage, microbatch in order["tasks"]]
+            tasks = zip(order["tasks"], given, strict=True)
+            return [self._hand.probe(task[0], each, order["autocast"]) for task, each in tasks]
         except PeerLost:
             raise
         except Exception as error:  # noqa: BLE001 (the script's own module: the owner goes on without this rank)
-            return f"its forward raised {type(error).__name__}: {error}"
+            return f"its forward or backward raised {type(error).__name__}: {error}"
 
     def _build(self, order: dict[str, Any]) -> str:
         """Build the owner's stages; return why this rank cannot help, or nothing."""
@@ -301,6 +338,8 @@ class Helper:
         if torch.get_num_threads() != order["threads"]:
             return f"it computes with {torch.get_num_threads()} threads, the lost rank with {order['threads']}"
         self._hand = Stagehand(modules)
+        for parameter in self._hand.parameters:
+            parameter.grad = None  # build_stage may have tried it out
         self._adder = Adder(self._line, self._hand.parameters)
         return ""
 

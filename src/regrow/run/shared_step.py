@@ -221,7 +221,7 @@ class SharedStep:
         return lambda original: forward
 
     def _backward(self, number: int, stage: Any) -> Callable[..., Any]:
-        def backward(microbatch: int, loss: Any = None, **more: Any) -> None:
+        def backward(microbatch: int, loss: Any = None, *args: Any, **more: Any) -> None:
             outputs, _ = stage.fwd_cache.pop(microbatch)
             if not stage.is_last:
                 return

@@ -21,7 +21,7 @@ from torch import nn
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Record
 from regrow.plan.team import Room, TeamSize, fitting
-from regrow.run.helping import Adder, Line, Stagehand, describe, digest, free_memory, here, state_of
+from regrow.run.helping import Adder, Line, Stagehand, describe, free_memory, here, state_of
 from regrow.run.observed import Observed, Task
 from regrow.run.shared_step import Known, SharedStep
 from regrow.run.transport import Transport
@@ -227,7 +227,7 @@ class SharedReplay:
         return self._able
 
     def _probed(self, members: list[int], known: Known) -> list[int]:
-        """Let everyone compute the first micro-batch; return the helpers that get what this rank gets."""
+        """Let everyone compute the first micro-batch, and back; return the helpers that get what this rank gets."""
         if not members:
             return []
         tasks = [(stage, 0) for stage in range(len(self.stages))]
@@ -236,19 +236,31 @@ class SharedReplay:
             for task in tasks:
                 self.line.tell(helper, f"in/{task[0]}/{task[1]}", known.given(task))
         self.send_state(members)
-        random_state = torch.get_rng_state()
-        own = [self.hand.forward(task[0], known.given(task), self.autocast()) for task in tasks]
-        torch.set_rng_state(random_state)
-        expected = [digest(computed.outputs) for computed in own]
+        expected = self._probe(tasks, known)
         able = []
         for helper in members:
             found = self.line.hear(helper, "probe")
             if found == expected:
                 able.append(helper)
+            if found == expected or expected is None:
                 continue
             other = "its build_stage computes something else than this rank's stage"
             self.sharing.say(f"rank {helper} cannot help: {found if isinstance(found, str) else other}")
         return able
+
+    def _probe(self, tasks: Sequence[Task], known: Known) -> list[str] | None:
+        """Return what must come out of a probe; ``None`` if this rank's own stage refuses the gradients of it."""
+        random_state = torch.get_rng_state()
+        try:
+            return [self.hand.probe(task[0], known.given(task), self.autocast()) for task in tasks]
+        except PeerLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (the script's own module, which may well do without being probed)
+            self.sharing.why_not = f"computed once more to compare, its stage raised {type(error).__name__}: {error}"
+            self.sharing.say(f"the replay goes on without help: {self.sharing.why_not}")
+            return None
+        finally:
+            torch.set_rng_state(random_state)
 
     def order(self, what: str, members: Sequence[int], at: int, tasks: Sequence[Task]) -> dict[str, Any]:
         """Return what a helper is told: what to compute, and between whom it stands."""
