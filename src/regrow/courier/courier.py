@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import select
 import socket
 import threading
 import time
@@ -26,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from regrow import wire
+from regrow import dial, wire
 from regrow.courier.stream import LOOK_EVERY_S, Incoming, Outgoing, Wanted, tune
 from regrow.errors import PeerLost
 
@@ -94,24 +93,23 @@ class Courier:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread that accepts
         self._listener.close()
-        for outgoing in self._outgoing.values():
-            outgoing.close()
-        for incoming in self._incoming.values():
-            incoming.close()
+        with self._changed:
+            old: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+        for connection in old:
+            connection.close()
 
     def _over(self) -> PeerLost | None:
         if self._generation >= self._fenced:
             return None
         return PeerLost(
-            f"generation {self._generation} ended while a message was waited for", generation=self._generation
+            f"generation {self._generation} ended while messages were under way", generation=self._generation
         )
 
     # sending ---------------------------------------------------------------------------------------------------------
 
     def send(self, peer: int, name: str, payload: memoryview, *, stays: bool) -> None:
         """Send a message. ``stays``: its memory will not change before ``flush`` returns or the generation ends."""
-        if (over := self._over()) is not None:
-            raise over
+        self._go_on()
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
             with self._connecting:  # one connection, whichever threads come first
@@ -119,7 +117,7 @@ class Courier:
         try:
             outgoing.send(name.encode(), payload, stays)
         except OSError as error:
-            raise self._lost(peer, error) from None
+            raise self._over() or self._lost(peer, error) from None
 
     def flush(self) -> None:
         """Wait until the kernel has taken all that was sent."""
@@ -128,25 +126,25 @@ class Courier:
             self.waiting = True
             try:
                 while not outgoing.flushed(LOOK_EVERY_S):
-                    if (over := self._over()) is not None:
-                        raise over
+                    self._go_on()
             except OSError as error:
-                raise self._lost(peer, error) from None
+                raise self._over() or self._lost(peer, error) from None
             finally:
                 self.waiting = False
         self.waited_s += time.monotonic() - began_s
 
     def _connect(self, peer: int) -> Outgoing:
         generation = self._generation
+        hello = {"type": "hello", "token": self._token, "generation": generation, "rank": self._rank}
         try:
-            connection = socket.create_connection(self._addresses[peer], _HELLO_S)
-            connection.settimeout(None)
-            tune(connection)
-            hello = {"type": "hello", "token": self._token, "generation": generation, "rank": self._rank}
-            connection.sendall(wire.encode(hello))
+            outgoing = Outgoing(dial.connect(self._addresses[peer], _HELLO_S, self._go_on), peer)
         except OSError as error:
-            raise self._lost(peer, error) from None
-        outgoing = Outgoing(connection, peer)
+            raise self._over() or self._lost(peer, error) from None
+        try:
+            outgoing.open(wire.encode(hello))
+        except OSError as error:
+            outgoing.close()
+            raise self._over() or self._lost(peer, error) from None
         with self._changed:
             if self._fenced <= generation:
                 self._outgoing[peer] = outgoing
@@ -181,8 +179,7 @@ class Courier:
         incoming = self._from(peer)
         with incoming.reading, self._listening(peer):
             while not incoming.has(name.encode()):
-                connection = incoming.connection
-                if connection is None or not select.select([connection], [], [], 0)[0]:
+                if not incoming.stirs():
                     return False
                 self._read(incoming, peer, time.monotonic() + _HELLO_S)
         return True
@@ -226,9 +223,12 @@ class Courier:
                     self._changed.wait(LOOK_EVERY_S)
         return incoming.connection
 
-    def _look(self, peer: int, deadline: float) -> None:
+    def _go_on(self) -> None:
         if (over := self._over()) is not None:
             raise over
+
+    def _look(self, peer: int, deadline: float) -> None:
+        self._go_on()
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out waiting for a message from rank {peer}")
 

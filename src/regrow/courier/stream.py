@@ -10,6 +10,7 @@ Nothing here knows of generations, or decides how long to wait: ``look``, which 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -48,6 +49,8 @@ class Incoming:
         self._head = bytearray(_HEAD.size)
         self._posted: dict[bytes, deque[Wanted]] = {}
         self._early: dict[bytes, deque[bytearray]] = {}
+        self._broken = False
+        """A message was left half read: the rest of it would be taken for the head of the next one."""
 
     def post(self, wanted: Wanted) -> None:
         """Somebody wants a message; it may have come already."""
@@ -68,9 +71,33 @@ class Incoming:
         early = self._early.get(name)
         return early.popleft() if early else None
 
+    def stirs(self) -> bool:
+        """Whether reading would find something at once: bytes, or the end."""
+        if self.connection is None:
+            return False
+        ready = select.poll()  # not ``select``, which takes no descriptor above 1023
+        ready.register(self.connection, select.POLLIN)
+        return bool(ready.poll(0))
+
     def read(self, connection: socket.socket, look: Callable[[], None]) -> None:
-        """Read one message, to where it is wanted, or put it by. ``look`` is asked, now and then, whether to go on."""
-        _read(connection, memoryview(self._head), look)
+        """Read one message, to where it is wanted, or put it by. ``look`` is asked, now and then, whether to go on.
+
+        Before anything of a message has come, ``look`` may call it off, and it can be read later; in its middle, that
+        ends the connection.
+        """
+        if self._broken:
+            raise EOFError("a message was left half read")
+        head = memoryview(self._head)
+        count = _read_some(connection, head, look)
+        try:
+            _read(connection, head[count:], look)
+            self._read_body(connection, look)
+        except BaseException:
+            self._broken = True
+            _end(connection)
+            raise
+
+    def _read_body(self, connection: socket.socket, look: Callable[[], None]) -> None:
         name_bytes, size = _HEAD.unpack(self._head)
         name_ = bytearray(name_bytes)
         _read(connection, memoryview(name_), look)
@@ -105,6 +132,11 @@ class Outgoing:
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._ended = False
+
+    def open(self, hello: bytes) -> None:
+        """Say who sends here: the first that the other side reads."""
+        tune(self.connection)
+        self.connection.sendall(hello)
 
     def send(self, name: bytes, payload: memoryview, stays: bool) -> None:
         """Write what the kernel takes; the rest is left to a thread, from this memory if it stays, else from a copy."""
@@ -198,8 +230,14 @@ def _copy(memory: memoryview, payload: bytearray) -> None:
 
 
 def _read(connection: socket.socket, memory: memoryview, look: Callable[[], None]) -> None:
-    """Fill this memory. The socket has a time-out in the kernel, after which it is seen whether to go on."""
+    """Fill this memory."""
     while memory:
+        memory = memory[_read_some(connection, memory, look) :]
+
+
+def _read_some(connection: socket.socket, memory: memoryview, look: Callable[[], None]) -> int:
+    """Wait for bytes; return how many came. The socket has a time-out in the kernel, after which ``look`` is asked."""
+    while True:
         try:
             count = connection.recv_into(memory, 0, socket.MSG_WAITALL)
         except BlockingIOError:
@@ -207,7 +245,7 @@ def _read(connection: socket.socket, memory: memoryview, look: Callable[[], None
             continue
         if not count:
             raise EOFError("the connection was closed")
-        memory = memory[count:]
+        return count
 
 
 def _end(connection: socket.socket | None) -> None:
