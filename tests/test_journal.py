@@ -6,12 +6,13 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from regrow import wire
+from regrow import dial, wire
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Damaged, Fetcher, Journal, Server, record
 
@@ -301,6 +302,41 @@ def test_a_connection_ends_with_the_host_at_its_other_side(journal):
     finally:
         fetcher.close()
         server.close()
+
+
+def test_closing_meets_a_connection_that_was_just_made(journal, monkeypatch):
+    """Between the two, the connection is known to nobody but the thread that makes it."""
+    server = Server(journal, "127.0.0.1", "secret")
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    made = []
+
+    def connect(*args):
+        made.append(dial_connect(*args))
+        fetcher.close()
+        return made[0]
+
+    dial_connect = dial.connect
+    monkeypatch.setattr(dial, "connect", connect)
+    try:
+        with pytest.raises(PeerLost, match="nobody wants it any more"):
+            fetcher.get(0)
+        assert made[0].fileno() == -1
+    finally:
+        fetcher.close()
+        server.close()
+
+
+def test_closing_calls_off_a_connection_to_a_host_that_is_gone(monkeypatch, unanswered):
+    fetcher = Fetcher(0, unanswered, "secret", me=1)
+    looked = threading.Event()
+    go_on = fetcher._go_on
+    monkeypatch.setattr(fetcher, "_go_on", lambda: (looked.set(), go_on()))
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(fetcher.get, 0)
+        assert looked.wait(30)  # it is connecting
+        fetcher.close()
+        with pytest.raises(PeerLost, match="nobody wants it any more"):
+            getting.result(30)
 
 
 def test_a_closed_server_leaves_no_threads(journal):

@@ -31,7 +31,7 @@ MAY_KNOW = {
     "group": {"errors"},
     "ddp": {"group"},
     "dial": set(),
-    "journal": {"errors", "wire"},
+    "journal": {"errors", "wire", "dial"},
     "courier": {"errors", "wire", "dial"},
     "state": {"ids", "errors", "plan", "slots", "testing"},
     "pieces": set(),
