@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from regrow import dial, wire
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Damaged, Fetcher, Journal, Server, record
+from regrow.journal.segments import leave_room
 
 TO_1 = Channel("world", "send", 1, 0)
 TO_2 = Channel("world", "send", 2, 0)
@@ -177,16 +180,29 @@ def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
         journal.close()
 
 
-def test_the_last_of_a_disk_is_left_to_others(journal, tmp_path, monkeypatch):
+def test_a_disk_that_lets_go_of_nothing_does_not_end_the_training(journal, tmp_path, monkeypatch):
+    for step in range(60):
+        write(journal, step, torch.randn(10_000))
+    assert list((tmp_path / "spill").iterdir())
+
+    def unlink(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        journal.drop_before(60)
+    assert read(journal, 0) == []
+
+
+def test_the_last_of_a_disk_is_left_to_others(tmp_path, monkeypatch):
     """Logs and events are on the same disk; what an administrator keeps for himself does not count as free."""
     free = {"f_frsize": 1 << 10, "f_blocks": 2 << 10, "f_bfree": 2 << 10}
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**free, f_bavail=150))
-    tmp_path.joinpath("spill").mkdir()
-    journal._leave_room(40 << 10)
+    leave_room(tmp_path, 40 << 10)
     with pytest.raises(OSError, match=r"No space left on device: the last 0\.1 MB are left for logs"):
-        journal._leave_room(60 << 10)
+        leave_room(tmp_path, 60 << 10)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
-    journal._leave_room(60 << 10)  # a file system that does not tell
+    leave_room(tmp_path, 60 << 10)  # a file system that does not tell
 
 
 def test_one_step_that_is_larger_than_all_memory_and_no_disk(tmp_path):
