@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import socket
 import threading
 import time
@@ -130,6 +132,79 @@ def test_a_half_read_message_of_a_rank_that_dies_is_an_error(pair):
     sender.sendall(b"\0\x01" + (400).to_bytes(8, "big") + b"x" + b"\0" * 100)
     sender.close()
     assert isinstance(error(), PeerLost) and "rank 0 cannot be reached" in str(error())
+
+
+def half_a_message(courier):
+    """Connect as rank 0 would, and begin a message."""
+    sender = socket.create_connection(courier.address, 10)
+    sender.sendall(wire.encode({"type": "hello", "token": "secret", "generation": 1, "rank": 0}))
+    until(lambda: courier._incoming.get((1, 0)) is not None and courier._incoming[1, 0].connection is not None)
+    sender.sendall(b"\0\x01" + (8).to_bytes(8, "big") + b"x" + b"\0" * 4)
+    return sender
+
+
+def test_what_follows_a_half_read_message_is_not_taken_for_another(pair):
+    b = pair[1]
+    with half_a_message(b) as sender:
+        receipt = b.receive(0, "x", torch.ones(2), timedelta(milliseconds=1))
+        with pytest.raises(RuntimeError, match="timed out"):
+            receipt.wait()
+        again = b.receive(0, "", torch.ones(0), LONG)
+        sender.sendall(b"\0" * 14)  # the rest of it, and more: which reads as the head of an empty message
+        with pytest.raises(PeerLost, match="rank 0 cannot be reached: a message was left half read"):
+            again.wait()
+        assert not again.is_completed()
+
+
+def test_a_wait_that_ended_before_the_message_began_can_be_made_again(pair):
+    a, b = pair
+    send(a, 1, "y", torch.ones(1))
+    receive(b, 0, "y", torch.ones(1))  # both are connected
+    place = torch.zeros(1)
+    receipt = b.receive(0, "x", place, LONG)
+    with pytest.raises(RuntimeError, match="timed out"):
+        receipt.wait(timedelta(milliseconds=1))
+    send(a, 1, "x", torch.ones(1))
+    receipt.wait()
+    assert place.item() == 1.0
+
+
+def test_the_end_of_a_generation_wakes_who_connects_to_a_host_that_is_gone(pair, unanswered):
+    a = pair[0]
+    a.resume(2, [a.address, unanswered])
+    error = waiting(lambda: send(a, 1, "x", torch.ones(1)))
+    until(a._connecting.locked)
+    a.sever(below=3)
+    assert isinstance(error(), PeerLost) and "generation 2 ended" in str(error())
+    assert a.sockets() == [a._listener]
+
+
+def test_the_end_of_a_generation_is_not_blamed_on_the_rank_that_was_sent_to(pair):
+    a = pair[0]
+    send(a, 1, "x", torch.ones(8 << 20))  # more than the kernel takes
+    outgoing = a._outgoing[1]
+    a.sever(below=2)
+    until(lambda: outgoing._error is not None)
+    with pytest.raises(PeerLost, match="generation 1 ended"):
+        a.flush()
+
+
+def test_a_message_is_noticed_whatever_the_number_of_its_descriptor(pair):
+    a, b = pair
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("no descriptor above 1023 may be had here")
+    send(a, 1, "x", torch.ones(1))
+    receive(b, 0, "x", torch.ones(1))
+    incoming = b._incoming[1, 0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    try:
+        incoming.connection = socket.socket(fileno=fcntl.fcntl(incoming.connection, fcntl.F_DUPFD_CLOEXEC, 1500))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not b.has(0, "y")
+    send(a, 1, "y", torch.ones(1))
+    assert b.has(0, "y")
 
 
 def test_an_end_that_came_before_the_generation_began_is_not_forgotten(pair):

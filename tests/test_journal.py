@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from regrow import wire
+from regrow import dial, wire
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Damaged, Fetcher, Journal, Server, record
+from regrow.journal.segments import leave_room
 
 TO_1 = Channel("world", "send", 1, 0)
 TO_2 = Channel("world", "send", 2, 0)
@@ -176,16 +180,29 @@ def test_a_disk_that_takes_nothing_costs_the_oldest_steps(tmp_path):
         journal.close()
 
 
-def test_the_last_of_a_disk_is_left_to_others(journal, tmp_path, monkeypatch):
+def test_a_disk_that_lets_go_of_nothing_does_not_end_the_training(journal, tmp_path, monkeypatch):
+    for step in range(60):
+        write(journal, step, torch.randn(10_000))
+    assert list((tmp_path / "spill").iterdir())
+
+    def unlink(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        journal.drop_before(60)
+    assert read(journal, 0) == []
+
+
+def test_the_last_of_a_disk_is_left_to_others(tmp_path, monkeypatch):
     """Logs and events are on the same disk; what an administrator keeps for himself does not count as free."""
     free = {"f_frsize": 1 << 10, "f_blocks": 2 << 10, "f_bfree": 2 << 10}
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**free, f_bavail=150))
-    tmp_path.joinpath("spill").mkdir()
-    journal._leave_room(40 << 10)
+    leave_room(tmp_path, 40 << 10)
     with pytest.raises(OSError, match=r"No space left on device: the last 0\.1 MB are left for logs"):
-        journal._leave_room(60 << 10)
+        leave_room(tmp_path, 60 << 10)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
-    journal._leave_room(60 << 10)  # a file system that does not tell
+    leave_room(tmp_path, 60 << 10)  # a file system that does not tell
 
 
 def test_one_step_that_is_larger_than_all_memory_and_no_disk(tmp_path):
@@ -301,6 +318,41 @@ def test_a_connection_ends_with_the_host_at_its_other_side(journal):
     finally:
         fetcher.close()
         server.close()
+
+
+def test_closing_meets_a_connection_that_was_just_made(journal, monkeypatch):
+    """Between the two, the connection is known to nobody but the thread that makes it."""
+    server = Server(journal, "127.0.0.1", "secret")
+    fetcher = Fetcher(0, server.address, "secret", me=1)
+    made = []
+
+    def connect(*args):
+        made.append(dial_connect(*args))
+        fetcher.close()
+        return made[0]
+
+    dial_connect = dial.connect
+    monkeypatch.setattr(dial, "connect", connect)
+    try:
+        with pytest.raises(PeerLost, match="nobody wants it any more"):
+            fetcher.get(0)
+        assert made[0].fileno() == -1
+    finally:
+        fetcher.close()
+        server.close()
+
+
+def test_closing_calls_off_a_connection_to_a_host_that_is_gone(monkeypatch, unanswered):
+    fetcher = Fetcher(0, unanswered, "secret", me=1)
+    looked = threading.Event()
+    go_on = fetcher._go_on
+    monkeypatch.setattr(fetcher, "_go_on", lambda: (looked.set(), go_on()))
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(fetcher.get, 0)
+        assert looked.wait(30)  # it is connecting
+        fetcher.close()
+        with pytest.raises(PeerLost, match="nobody wants it any more"):
+            getting.result(30)
 
 
 def test_a_closed_server_leaves_no_threads(journal):

@@ -1,4 +1,4 @@
-"""The journal of one rank: what it has sent, by step, in memory of a fixed size that spills to disk.
+"""The journal of one rank: what it has sent, by step, in memory of a fixed size that spills to disk (``segments``).
 
 The training thread copies a message once and goes on. A background thread adds checksums and writes the oldest segments
 to disk before memory runs short. When the disk cannot keep up, the training thread waits, and that is reported; when it
@@ -9,69 +9,25 @@ Only the training thread begins steps; any thread may append, read, drop and ask
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from regrow.journal import record
 from regrow.journal.record import Channel
+from regrow.journal.segments import Entry, Pin, Segment, Segments
 
 SEGMENT_BYTES = 8 << 20
 DEFAULT_MEMORY_BYTES = 256 << 20
-_SPARE_BYTES = 1 << 30
 _WAIT_S = 60.0
 _WORTH_SAYING_S = 0.005
 
 Event = Callable[..., None]
-
-
-@dataclass(eq=False)
-class _Segment:
-    """A piece of memory, or of disk, with whole records one behind the other."""
-
-    number: int
-    memory: np.ndarray[Any, np.dtype[np.uint8]] | None
-    tensor: torch.Tensor | None
-    size: int
-    used: int = 0
-    entries: list[_Entry] = field(default_factory=list)
-    wanted: int = 0
-    """How many of its records may still be asked for."""
-    pinned: int = 0
-    """How many of its records are being sent right now: their memory stays as it is."""
-    path: Path | None = None
-    full: bool = False
-
-
-@dataclass(eq=False)
-class _Entry:
-    segment: _Segment
-    start: int
-    length: int
-    description: bytes
-    payload_bytes: int
-    step: int
-    channel: Channel
-    sealed: bool = False
-    wanted: bool = True
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A message in the journal's own memory, which stays there unchanged until ``unpin``: it can be sent from there."""
-
-    tensor: torch.Tensor
-    entry: _Entry
 
 
 class Journal:
@@ -85,23 +41,16 @@ class Journal:
         segment_bytes: int = SEGMENT_BYTES,
         on_event: Event = lambda *_, **__: None,
     ) -> None:
-        if memory_bytes < 4 * segment_bytes:
-            segment_bytes = max(record.ALIGN, memory_bytes // 4)
         self._directory = directory
         self._memory_bytes = memory_bytes
-        self._segment_bytes = segment_bytes
         self._on_event = on_event
         self._changed = threading.Condition()
         self._appending = threading.Lock()  # a collective's result is taken down by whichever thread learns of it
-        self._segments: deque[_Segment] = deque()
-        self._free: list[tuple[np.ndarray[Any, np.dtype[np.uint8]], torch.Tensor]] = []
-        self._in_memory = 0
-        self._pinned_bytes = 0
-        self._unsealed: deque[_Entry] = deque()
+        self._segments = Segments(directory, memory_bytes, segment_bytes)
+        self._unsealed: deque[Entry] = deque()
         self._thinned: set[int] = set()
         self._partial: set[int] = set()
-        self._index: dict[int, dict[Channel, list[_Entry]]] = {}
-        self._count = 0
+        self._index: dict[int, dict[Channel, list[Entry]]] = {}
         self._next = 0
         """The first step that is not complete."""
         self._current = -1
@@ -156,7 +105,10 @@ class Journal:
             return self._append(generation, step, channel, tensor, pin)
 
     def _append(self, generation: int, step: int, channel: Channel, tensor: torch.Tensor, pin: bool) -> Pin | None:
-        rows = self._index.setdefault(step, {}).setdefault(channel, [])
+        rows = self._index.get(step, {}).get(channel)
+        if rows is None:
+            with self._changed:  # another thread may be going through what this adds to
+                rows = self._index.setdefault(step, {}).setdefault(channel, [])
         description = record.describe(generation, step, channel, len(rows), tensor)
         payload_bytes = tensor.numel() * tensor.element_size()
         start, length = record.layout(description, payload_bytes)
@@ -168,80 +120,40 @@ class Journal:
         place = segment.tensor[base + start : base + start + payload_bytes].view(tensor.dtype).view(tensor.shape)
         if payload_bytes:
             place.copy_(tensor.detach())
-        entry = _Entry(segment, base, length, description, payload_bytes, step, channel)
+        entry = Entry(segment, base, length, description, payload_bytes, step, channel)
         with self._changed:
-            segment.used += length
-            segment.entries.append(entry)
-            segment.wanted += 1
+            self._segments.take_in(entry)
             rows.append(entry)
             self._unsealed.append(entry)  # sealed within a second, or when asked for: nobody is woken for each message
             self.bytes_appended += payload_bytes
-            if not pin or self._pinned_bytes + length > self._memory_bytes // 4:
-                return None
-            segment.pinned += 1
-            self._pinned_bytes += length
-            return Pin(place, entry)
+            return Pin(place, entry) if pin and self._segments.pin(entry) else None
 
     def unpin(self, pins: Iterable[Pin]) -> None:
         """These messages were sent, or their connections are gone."""
         with self._changed:
             for pin in pins:
-                pin.entry.segment.pinned -= 1
-                self._pinned_bytes -= pin.entry.length
+                self._segments.unpin(pin.entry)
             self._sweep()
 
-    def _room(self, length: int) -> _Segment:
+    def _room(self, length: int) -> Segment:
         """Return a segment with room for this many bytes; waits while all memory is taken."""
-        last = self._segments[-1] if self._segments else None
-        if last is not None and not last.full and last.size - last.used >= length:
-            return last
-        size = max(self._segment_bytes, length)
+        segment = self._segments.open_for(length)
+        if segment is not None:
+            return segment
         waited = 0.0
         with self._changed:
-            if last is not None:
-                last.full = True
-                self._changed.notify_all()
+            self._segments.finish()
+            self._changed.notify_all()  # it may be written to disk
             began = time.monotonic()
-            large = size != self._segment_bytes
-            while self._in_memory + size > self._memory_bytes and (large or not self._free):
-                if self._free:  # too small for this one: give it back
-                    self._free.pop()
-                    self._in_memory -= self._segment_bytes
-                elif not self._spillable():
-                    break
-                else:
-                    if not self._changed.wait(_WAIT_S):
-                        self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
-                    waited = time.monotonic() - began
-            if self._free and not large:
-                memory, tensor = self._free.pop()
-            else:
-                tensor = torch.zeros(size, dtype=torch.uint8)  # touched now, not while the step waits for a page
-                memory = tensor.numpy()
-                self._in_memory += size
-            segment = _Segment(self._count, memory, tensor, size)
-            self._count += 1
-            self._segments.append(segment)
+            while not self._segments.fits(length) and self._oldest() is not None:
+                if not self._changed.wait(_WAIT_S):
+                    self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
+                waited = time.monotonic() - began
+            segment = self._segments.add(length)
         if waited > _WORTH_SAYING_S:
             self.waited_s += waited
             self._on_event("journal_waited", seconds=waited, memory_bytes=self._memory_bytes)
         return segment
-
-    def _spillable(self) -> bool:
-        """Whether waiting may help. If the disk fails, what the step in progress has sent can go nowhere."""
-        return self._oldest() is not None
-
-    def _oldest(self) -> _Segment | None:
-        """Return the oldest full segment in memory that may be written, or, if the disk fails, given up."""
-        for segment in self._segments:
-            if not segment.full or segment.memory is None or segment.pinned:
-                continue
-            if not (self._disk_fails and self._is_current(segment)):
-                return segment
-        return None
-
-    def _is_current(self, segment: _Segment) -> bool:
-        return any(entry.wanted and entry.step >= self._current for entry in segment.entries)
 
     # any thread ------------------------------------------------------------------------------------------------------
 
@@ -258,7 +170,7 @@ class Journal:
     @property
     def memory_bytes(self) -> int:
         """Memory held now."""
-        return self._in_memory
+        return self._segments.in_memory
 
     def drop_before(self, step: int) -> None:
         """Forget what was sent before a step: a checkpoint of it is committed by everyone."""
@@ -272,7 +184,7 @@ class Journal:
         with self._changed:
             channels = self._index.get(step, {})
             for channel in [channel for channel in channels if unwanted(channel)]:
-                self._release(channels.pop(channel))
+                self._segments.release(channels.pop(channel))
                 self._thinned.add(step)
             self._sweep()
 
@@ -294,18 +206,8 @@ class Journal:
                 for entry in entries
             ]
             for entry in rows:
-                self._seal(entry)
-            found = []
-            for entry in rows:
-                segment = entry.segment
-                if segment.memory is not None:
-                    found.append(segment.memory[entry.start : entry.start + entry.length].tobytes())
-                else:
-                    assert segment.path is not None
-                    with segment.path.open("rb") as file:
-                        file.seek(entry.start)
-                        found.append(file.read(entry.length))
-            return found
+                self._segments.seal(entry)
+            return [self._segments.read(entry) for entry in rows]
 
     def close(self) -> None:
         """End the background thread and remove what was spilled."""
@@ -313,53 +215,30 @@ class Journal:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(5.0)
-        for segment in self._segments:
-            if segment.path is not None:
-                segment.path.unlink(missing_ok=True)
         self._segments.clear()
 
     # with the lock held ----------------------------------------------------------------------------------------------
 
     def _forget(self, step: int) -> None:
         for rows in self._index.pop(step, {}).values():
-            self._release(rows)
+            self._segments.release(rows)
         self._thinned.discard(step)
         self._partial.discard(step)
         self._sweep()
 
-    def _release(self, rows: list[_Entry]) -> None:
-        for entry in rows:
-            entry.wanted = False
-            entry.segment.wanted -= 1
-
     def _sweep(self) -> None:
-        """Free segments in which nothing is wanted any more; the newest is still written to."""
-        kept: deque[_Segment] = deque()
-        for segment in self._segments:
-            if segment.wanted or segment.pinned or not segment.full:
-                kept.append(segment)
-                continue
-            if segment.path is not None:
-                segment.path.unlink(missing_ok=True)
-            self._recycle(segment)
-        self._segments = kept
+        self._segments.sweep()
         self._changed.notify_all()
 
-    def _recycle(self, segment: _Segment) -> None:
-        if segment.memory is None or segment.tensor is None:
-            return
-        if segment.size == self._segment_bytes and self._in_memory <= self._memory_bytes:
-            self._free.append((segment.memory, segment.tensor))
-        else:
-            self._in_memory -= segment.size
-        segment.memory = segment.tensor = None
+    def _oldest(self) -> Segment | None:
+        """Return the oldest segment that may be written, or, if the disk fails, given up.
 
-    def _seal(self, entry: _Entry) -> None:
-        if entry.sealed or entry.segment.memory is None:
-            return
-        memory = entry.segment.memory.data[entry.start : entry.start + entry.length]
-        record.seal(memory, entry.description, entry.payload_bytes)
-        entry.sealed = True
+        Not what the step in progress has sent if the disk fails: that can go nowhere, and waiting would not help.
+        """
+        return self._segments.oldest(unless=lambda segment: self._disk_fails and self._is_current(segment))
+
+    def _is_current(self, segment: Segment) -> bool:
+        return any(entry.wanted and entry.step >= self._current for entry in segment.entries)
 
     def _give_up_oldest(self, why: str) -> None:
         """Memory is full and the disk takes nothing: forget the oldest steps rather than stop the training."""
@@ -369,8 +248,7 @@ class Journal:
             return
         through = max((entry.step for entry in oldest.entries if entry.wanted), default=-1)
         for known in [known for known in self._index if known <= through]:
-            for rows in self._index.pop(known).values():
-                self._release(rows)
+            self._forget(known)
         self._from = max(self._from, through + 1)
         self._sweep()
         if through >= 0:
@@ -388,53 +266,29 @@ class Journal:
                 entries, self._unsealed = list(self._unsealed), deque()
             for entry in entries:
                 with self._changed:
-                    self._seal(entry)
+                    self._segments.seal(entry)
             with self._changed:
                 segment = self._due()
             if segment is not None:
                 self._spill(segment)
 
-    def _due(self) -> _Segment | None:
-        """Return the oldest full segment in memory if less than half of the memory would otherwise be free."""
-        taken = self._in_memory - len(self._free) * self._segment_bytes
-        if taken <= self._memory_bytes // 2:
-            return None
-        return self._oldest()
+    def _due(self) -> Segment | None:
+        """Return the segment to be written next, if memory is scarce."""
+        return self._oldest() if self._segments.scarce else None
 
-    def _spill(self, segment: _Segment) -> None:
-        path = self._directory / f"segment-{segment.number}"
+    def _spill(self, segment: Segment) -> None:
         with self._changed:
             for entry in segment.entries:
-                self._seal(entry)
-            memory = segment.memory
-        if memory is None:
-            return
+                self._segments.seal(entry)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._leave_room(segment.used)
-            with path.open("wb", buffering=0) as file:
-                left = memory.data[: segment.used]
-                while left:
-                    left = left[file.write(left) :]
+            path = self._segments.write(segment)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                path.unlink()
             with self._changed:
                 self._give_up_oldest(f"{self._directory}: {error.strerror or error}")
             return
+        if path is None:
+            return
         with self._changed:
-            if segment not in self._segments:  # dropped meanwhile
-                path.unlink(missing_ok=True)
-                return
-            self._disk_fails = False
-            segment.path = path
-            self._recycle(segment)
-            self._changed.notify_all()
-
-    def _leave_room(self, nbytes: int) -> None:
-        """Refuse to take the last of a disk: the run's logs and events are most likely there, too."""
-        disk = os.statvfs(self._directory)
-        spare = min(_SPARE_BYTES, disk.f_blocks * disk.f_frsize // 20)  # 0 where the size is not known
-        if spare and disk.f_bavail * disk.f_frsize < nbytes + spare:
-            last = f"the last {spare / (1 << 20):.1f} MB are left for logs"
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {last}")
+            if self._segments.settle(segment, path):
+                self._disk_fails = False
+                self._changed.notify_all()

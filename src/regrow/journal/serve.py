@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from regrow import wire
+from regrow import dial, wire
 from regrow.errors import PeerLost
 from regrow.journal import record
 from regrow.journal.log import Journal
@@ -147,6 +147,8 @@ class Fetcher:
         self._token = token
         self._at_home = at_home
         self._superseded = superseded
+        self._changing = threading.Lock()
+        self._closed = False
         self._socket: socket.socket | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"regrow-fetch-{rank}")
         self._ahead: dict[int, Future[Messages]] = {}
@@ -168,12 +170,10 @@ class Fetcher:
 
     def _fetch(self, step: int) -> Messages:
         try:
-            if self._socket is None:
-                self._socket = socket.create_connection(self._address, _TIMEOUT_S)
-                self._socket.sendall(wire.encode({"type": "hello", "token": self._token}))
-            self._socket.sendall(wire.encode({"type": "fetch", "step": step, "peer": self._me}))
+            connection = self._socket or self._connect()
+            connection.sendall(wire.encode({"type": "fetch", "step": step, "peer": self._me}))
             found = Messages()
-            while (frame := wire.recv_parts(self._socket))[0]["type"] == "record":
+            while (frame := wire.recv_parts(connection))[0]["type"] == "record":
                 where = f"a record of step {step} in the journal of rank {self._rank}"
                 item = record.read(memoryview(frame[1]), where)
                 if item.step != step:
@@ -192,16 +192,34 @@ class Fetcher:
         found.partial = bool(head["partial"])
         return found
 
-    def _disconnect(self) -> None:
-        connection, self._socket = self._socket, None
-        if connection is not None:
+    def _connect(self) -> socket.socket:
+        connection = dial.connect(self._address, _TIMEOUT_S, self._go_on)
+        try:
+            connection.settimeout(_TIMEOUT_S)
+            with self._changing:  # from here on ``close`` knows of it
+                self._go_on()
+                self._socket = connection
+        except OSError:
             connection.close()
+            raise
+        connection.sendall(wire.encode({"type": "hello", "token": self._token}))
+        return connection
 
-    def close(self) -> None:
-        """Drop the connection; nothing can be asked for afterwards."""
-        connection = self._socket
+    def _go_on(self) -> None:
+        if self._closed:
+            raise ConnectionAbortedError("nobody wants it any more")
+
+    def _disconnect(self) -> None:
+        with self._changing:
+            connection, self._socket = self._socket, None
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
+            connection.close()
+
+    def close(self) -> None:
+        """Drop the connection, also one that is just being made; nothing can be asked for afterwards."""
+        with self._changing:
+            self._closed = True
         self._disconnect()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -55,10 +55,10 @@ class Run(ABC):
                 ``optimizer.step()`` stays in the script and does what is left to do.
             exact: keep the few bits per element that taking an update back would otherwise lose. With ``False``, an
                 undone update is off by a few ulp, and nothing is kept.
-            loader: a map-style ``DataLoader`` or a ``regrow.data.Loader``; ``step.batch`` comes from it. objects: by
-            name. Modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``. What differs
-                from rank to rank goes in as ``regrow.per_rank(object)``. Schedules of ``torch.distributed.pipelining``
-                go in as they are.
+            loader: a map-style ``DataLoader`` or a ``regrow.data.Loader``; ``step.batch`` comes from it.
+            objects: by name. Modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``. What
+                differs from rank to rank goes in as ``regrow.per_rank(object)``. Schedules of
+                ``torch.distributed.pipelining`` go in as they are.
             stage: for pipelines: which stage this rank holds. Ranks of the same stage are replicas of each other; a
                 stage that loses all of them is computed again from its last checkpoint, over what the others sent it.
             checkpoint_every: for pipelines: at the start of every so many steps each rank writes its state to disk.

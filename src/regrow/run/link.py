@@ -136,7 +136,9 @@ class Link:
                 if now >= next_beat:
                     self.send({"type": "heartbeat", **self.beat()})
                     next_beat = now + self._beat_every_s
-                if select.select([self._sock], [], [], max(0.0, next_beat - time.monotonic()))[0]:
+                ready = select.poll()  # not ``select``, which takes no descriptor above 1023
+                ready.register(self._sock, select.POLLIN)
+                if ready.poll(max(0.0, next_beat - time.monotonic()) * 1000):
                     self._take(wire.recv_frame(self._sock))
         except (EOFError, OSError, ValueError, LinkLost) as error:
             if not self._closing:

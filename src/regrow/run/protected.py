@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-from regrow import testing, undo
+from regrow import testing
 from regrow.courier import Courier
 from regrow.ddp import Buckets, Reductions, find_ddp
-from regrow.errors import PeerLost, RegrowError
+from regrow.errors import PeerLost
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
 from regrow.journal import Damaged
-from regrow.run import warm
+from regrow.run import raised, refusals, warm
 from regrow.run.base import Run
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
@@ -70,7 +65,7 @@ class ProtectedRun(Run):
         self._updates: Updates | None = None
         self._small: SmallState | None = None
         link.beat = self._beat
-        self._report_own_exceptions()
+        raised.report_to(link, self._step_in_progress)
         if world_size < 2:
             raise ValueError(
                 "a world of 1 worker has no replica to heal from: start at least 2 (--nproc-per-node 2), "
@@ -83,46 +78,7 @@ class ProtectedRun(Run):
         return self._fabric.generation
 
     def _check(self) -> None:
-        for optimizer in self._registry.optimizers.values():
-            undo.check_supported(optimizer)
-        # importing it takes seconds; without it nothing is sharded
-        sharding = sys.modules.get("torch.distributed.tensor")
-        for param in self._registry.params:
-            if sharding is not None and isinstance(param.tensor, sharding.DTensor):
-                raise ValueError(
-                    f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
-                    "regrow protects data-parallel models (DistributedDataParallel) and pipelines of whole stages. "
-                    "FSDP and tensor parallelism, also within a stage, are not supported yet"
-                )
-        wrapped = [ddp for module in self._registry.modules.values() for ddp in find_ddp(module)]
-        if any(ddp.static_graph for ddp in wrapped):
-            # its first backward has a collective more, which a replacement would wait for alone
-            raise ValueError(
-                "DistributedDataParallel with static_graph=True is not supported yet: leave it off "
-                "(find_unused_parameters and gradient_as_bucket_view may stay)"
-            )
-        if self._wait_free:
-            self._check_wait_free(wrapped)
-            if self._stage is not None:
-                raise ValueError(
-                    "protect(wait_free=True) is not supported together with stage= yet: use one or the other"
-                )
-
-    def _check_wait_free(self, wrapped: list[DistributedDataParallel]) -> None:
-        if not wrapped:
-            raise ValueError("protect(wait_free=True) needs a DistributedDataParallel model and its optimizer")
-        if any(ddp.find_unused_parameters for ddp in wrapped):
-            raise ValueError(
-                "protect(wait_free=True): with find_unused_parameters=True it is not known during backward which "
-                "parameters must not be updated; use one or the other"
-            )
-        if any(
-            isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in self._registry.shared.values()
-        ):
-            raise ValueError(
-                "protect(wait_free=True): a GradScaler unscales gradients after backward, when wait-free updates have "
-                "used them already; use one or the other"
-            )
+        refusals.check(self._registry, wait_free=self._wait_free, staged=self._stage is not None)
 
     # the loop --------------------------------------------------------------------------------------------------------
 
@@ -381,43 +337,12 @@ class ProtectedRun(Run):
 
     # the agent -------------------------------------------------------------------------------------------------------
 
+    def _step_in_progress(self) -> int | None:
+        return self._healer.step if self._healer is not None else None
+
     def _beat(self) -> dict[str, Any]:
-        step = self._healer.step if self._healer is not None else None
         return {
-            "step": step,
+            "step": self._step_in_progress(),
             "ops": self._fabric.ops_issued,
             "waiting": self._waiting or self._fabric.waiting or (self._stages is not None and self._stages.waiting),
         }
-
-    def _report_own_exceptions(self) -> None:
-        """Tell the agent of an exception that ends this worker, so that a bug is not taken for a fault for ever."""
-        before = sys.excepthook
-
-        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            step = self._healer.step if self._healer is not None else None
-            text = "".join(traceback.format_exception(kind, error, trace))
-            misuse = _is_misuse(error, trace)
-            self._link.send(
-                {
-                    "type": "raised",
-                    "step": step,
-                    "kind": kind.__name__,
-                    "message": str(error)[:2000],
-                    "traceback": "" if misuse else text[-20000:],
-                    "fatal": misuse or isinstance(error, RegrowError),
-                }
-            )
-            if not misuse:  # the agent says it, in one sentence and once
-                before(kind, error, trace)
-
-        sys.excepthook = report
-
-
-def _is_misuse(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether regrow itself refused what it was given: that needs a sentence, not a traceback, and no second try."""
-    if not isinstance(error, ValueError):
-        return False
-    last = None
-    for frame, _ in traceback.walk_tb(trace):
-        last = frame.f_globals.get("__name__", "")
-    return last is not None and last.split(".")[0] == "regrow"
