@@ -40,8 +40,9 @@ MAY_KNOW = {
     "agent": BOTTOM,
     "report": {"events"},
     "logging_plan": {"plan", "sizes"},
+    "placement_plan": {"plan", "sizes"},
     "profile": {"events", "sizes"},
-    "cli": {"agent", "report", "profile", "logging_plan"},
+    "cli": {"agent", "report", "profile", "logging_plan", "placement_plan"},
 }
 
 
