@@ -7,7 +7,7 @@ import json
 import pytest
 
 from regrow.cli import main
-from regrow.logging_plan import parse_bytes
+from regrow.sizes import parse_bytes, show_bytes
 
 PROFILE = {
     "replay_s": [1.0, 1.0, 2.0, 1.0],
@@ -74,3 +74,8 @@ def test_a_profile_that_is_none(tmp_path, capsys):
 )
 def test_sizes(text, size):
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(("size", "text"), [(7, "7 B"), (1500, "1.50 kB"), (2e11, "200.00 GB"), (3e15, "3000.00 TB")])
+def test_sizes_as_they_are_shown(size, text):
+    assert show_bytes(size) == text

@@ -22,7 +22,8 @@ MAY_KNOW = {
     "events": set(),
     "slots": {"ids"},
     "lifeline": set(),
-    "plan": {"ids", "errors"},
+    "sizes": set(),
+    "plan": {"ids", "errors", "sizes"},
     "undo": {"errors", "optim"},
     "optim": set(),
     "data": {"errors"},
@@ -39,9 +40,10 @@ MAY_KNOW = {
     "run": {*BOTTOM, "plan", "undo", "data", "testing", "group", "ddp", "state", "journal", "courier", "updates"},
     "agent": BOTTOM,
     "report": {"events"},
-    "logging_plan": {"plan"},
-    "profile": {"events", "logging_plan"},
-    "cli": {"agent", "report", "profile", "logging_plan"},
+    "logging_plan": {"plan", "sizes"},
+    "placement_plan": {"plan", "sizes"},
+    "profile": {"events", "sizes"},
+    "cli": {"agent", "report", "profile", "logging_plan", "placement_plan"},
 }
 
 

@@ -42,6 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.add_argument("profile", metavar="PROFILE", help="JSON, as `regrow profile` writes it")
     logging.add_argument("--cap", required=True, metavar="SIZE", help="what all journals may take, like 200GB")
     logging.add_argument("--plot", metavar="PNG", help="draw the frontier into this file")
+    placement = plans.add_parser(
+        "placement",
+        help="which hosts to keep whose in-memory snapshots on",
+        description="Say which hosts would keep whose in-memory snapshots, how likely all survive the loss of some "
+        "hosts, and what memory they take.",
+    )
+    placement.add_argument("--hosts", type=int, required=True, metavar="N", help="how many there are")
+    placement.add_argument(
+        "--copies", type=int, required=True, metavar="M", help="of each host's snapshots, its own included"
+    )
+    placement.add_argument(
+        "--domain-of", metavar="NAMES", help="what each host fails together with, such as its rack, in order: a,a,b,b"
+    )
+    placement.add_argument("--state", metavar="SIZE", help="what the workers of one host have to keep, like 60GB")
+    placement.add_argument("--memory", metavar="SIZE", help="what a host has for them; too little is refused")
+    placement.add_argument(
+        "--losses", type=int, metavar="K", help="how many lost hosts to compute for (twice the copies, at least 4)"
+    )
     try:
         if words[:1] == ["run"]:
             # torch is imported only here: the other commands answer at once
@@ -61,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return print_profile(args)
             except ValueError as error:
                 profile.error(str(error))
+        if args.command == "plan" and args.what == "placement":
+            from regrow.placement_plan import plan_placement
+
+            try:
+                return plan_placement(args)
+            except ValueError as error:
+                placement.error(str(error))
         if args.command == "plan":
             from regrow.logging_plan import plan_logging
 

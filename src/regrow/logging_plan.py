@@ -6,23 +6,14 @@ Reads a profile, prints the best grouping beside the paper's greedy one and the 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from regrow.plan.grouping import Chain, Grouping, best, frontier, greedy
+from regrow.sizes import parse_bytes, show_bytes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _FIELDS = {"replay_s", "boundary_bytes", "bandwidth", "checkpoint_every", "ranks_per_machine"}
 _ROWS = 24
-
-
-def parse_bytes(text: str) -> float:
-    """Read a size like ``200GB``, ``1.5T`` or ``1e9``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is no size: give a number of bytes, like 200GB, 1.5TB or 1e9")
-    return float(match.group(1)) * _UNITS[match.group(2).upper()]
 
 
 def read_profile(path: Path) -> tuple[Chain, int]:
@@ -62,7 +53,8 @@ def render(chain: Chain, cap_bytes: float, ranks_per_machine: int) -> str:
     exact, theirs = best(chain, cap_bytes), greedy(chain, cap_bytes)
     points = frontier(chain)
     lines = [
-        f"{chain.machines} machines, a checkpoint every {chain.interval} steps, journals of at most {_size(cap_bytes)}",
+        f"{chain.machines} machines, a checkpoint every {chain.interval} steps, "
+        f"journals of at most {show_bytes(cap_bytes)}",
         "",
         f"best     {_row(exact)}",
         f"greedy   {_row(theirs)}",
@@ -87,14 +79,7 @@ def _some(points: list[Grouping]) -> list[Grouping]:
 def _row(grouping: Grouping) -> str:
     text = str(grouping)
     groups = text if len(text) <= 60 else f"{len(grouping.groups)} groups, {text[:40]} ..."
-    return f"{_size(grouping.storage_bytes):>12}  {grouping.expected_s:10.3f} s  {groups}"
-
-
-def _size(count: float) -> str:
-    for unit, factor in reversed(_UNITS.items()):
-        if count >= factor and unit:
-            return f"{count / factor:.2f} {unit.lower() if unit == 'K' else unit}B"
-    return f"{count:.0f} B"
+    return f"{show_bytes(grouping.storage_bytes):>12}  {grouping.expected_s:10.3f} s  {groups}"
 
 
 def draw(chain: Chain, cap_bytes: float, path: Path) -> None:

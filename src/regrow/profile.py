@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from regrow import events
-from regrow.logging_plan import parse_bytes
+from regrow.sizes import parse_bytes
 
 Event = dict[str, Any]
 
