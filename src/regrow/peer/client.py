@@ -1,0 +1,98 @@
+"""A worker's side of a keeper: puts its snapshots into another host's memory, and gets them back from there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from regrow import dial, wire
+from regrow.ids import Step
+from regrow.peer.keeper import Address, fill, send, tune
+from regrow.peer.memory import Buffer, Damaged, Layout
+
+_ANSWER_S = 60.0
+
+
+class Refused(RuntimeError):
+    """A keeper does not take or have a snapshot; the message says why."""
+
+
+class Client:
+    """One connection to one keeper, made when it is first needed. Used by one thread; any may ``end`` it."""
+
+    def __init__(self, address: Address, token: str, look: Callable[[], None]) -> None:
+        """``look`` is asked, while the keeper is being reached, whether to go on, and raises if not."""
+        self._address = address
+        self._token = token
+        self._look = look
+        self._connection: socket.socket | None = None
+
+    def _connected(self) -> socket.socket:
+        if self._connection is None:
+            connection = dial.connect(self._address, _ANSWER_S, self._look)
+            tune(connection)
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(wire.encode({"type": "hello", "token": self._token}))
+            self._connection = connection
+        return self._connection
+
+    def put(
+        self,
+        rank: int,
+        generation: int,
+        buffer: Buffer,
+        layout: Layout,
+        index: dict[str, Any],
+        pace: Callable[[int], int] | None = None,
+    ) -> None:
+        """Return when the keeper has the snapshot whole. ``OSError`` if it cannot be reached any more."""
+        connection = self._connected()
+        head = {"type": "put", "rank": rank, "generation": generation, "sizes": layout.sizes}
+        connection.sendall(wire.encode(head))
+        self._expect("ready")
+        connection.settimeout(None)  # sendfile wants a socket that blocks; keepalive ends one whose other side is gone
+        send(connection, buffer, layout, pace)
+        connection.settimeout(_ANSWER_S)
+        connection.sendall(wire.encode({"type": "index", "index": index}))
+        self._expect("kept")
+
+    def get(self, rank: int, step: Step, into: Buffer) -> None:
+        """Bring a snapshot into this host's memory."""
+        connection = self._connected()
+        connection.sendall(wire.encode({"type": "get", "rank": rank, "step": step}))
+        index = self._expect("snapshot")["index"]
+        layout = Layout.of([size for size, _ in index["parts"]])
+        into.open(layout)
+        fill(connection, into.body(layout))
+        into.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
+
+    def drop_after(self, rank: int, step: Step) -> None:
+        """Let the keeper give up what it has of later steps."""
+        self._connected().sendall(wire.encode({"type": "drop_after", "rank": rank, "step": step}))
+        self._expect("dropped")
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        assert self._connection is not None
+        try:
+            answer = wire.recv_frame(self._connection).head
+        except EOFError as error:
+            raise ConnectionError(str(error)) from None
+        if answer["type"] == "refused":
+            raise Refused(str(answer.get("why")))
+        if answer["type"] != kind:
+            raise Damaged(f"a keeper answered {answer['type']!r} instead of {kind!r}")
+        return answer
+
+    def end(self) -> None:
+        """Wake whoever uses it."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

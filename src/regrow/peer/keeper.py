@@ -1,0 +1,204 @@
+"""Keeps the snapshots of other hosts' ranks in this host's memory, and gives them back.
+
+Owned by the agent, so that they outlive every worker. A thread listens, and one serves each connection; what comes in
+is read straight into shared memory, what goes out is sent from there by the kernel. Whoever does not know the run's
+token is sent away, and what is no snapshot, or does not match its checksums, is refused; both with the address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from regrow import wire
+from regrow.ids import Step
+from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, verify
+
+_HELLO_S = 10.0
+_NAME = re.compile(r"rank(\d+)\.0")
+MAX_PARTS = 1 << 20
+
+Address = tuple[str, int]
+
+
+def kept(directory: Path) -> dict[int, Shelf]:
+    """Return what is kept in a directory, by rank; any process of this host may look."""
+    names = [_NAME.fullmatch(path.name) for path in directory.glob("rank*.0")]
+    return {int(name.group(1)): Shelf(directory / f"rank{name.group(1)}") for name in names if name is not None}
+
+
+class Keeper:
+    """Serves until it is closed. ``say`` tells the person who watches."""
+
+    def __init__(self, directory: Path, host: str, token: str, say: Callable[[str], None]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        """Where snapshots of other hosts' ranks lie."""
+        self._token = token
+        self._say = say
+        self._lock = threading.Lock()
+        self._writers: dict[int, tuple[int, socket.socket]] = {}
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.address: Address = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="regrow-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Serve nobody any more; what is kept stays where it is."""
+        with self._lock:
+            self._closed = True
+            there = [self._listener, *self._open]
+        for each in there:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(_HELLO_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._open.add(connection)
+            serving = threading.Thread(
+                target=self._serve, args=(connection, address), name="regrow-keeper-serve", daemon=True
+            )
+            serving.start()
+
+    def _serve(self, connection: socket.socket, address: Any) -> None:
+        try:
+            connection.settimeout(_HELLO_S)
+            hello = wire.recv_frame(connection).head
+            if hello["type"] != "hello" or not hmac.compare_digest(
+                str(hello.get("token")).encode(), self._token.encode()
+            ):
+                self._say(f"{address[0]}:{address[1]} asked for snapshots without this run's token: sent away")
+                return
+            tune(connection)
+            while True:
+                self._answer(connection, wire.recv_frame(connection).head)
+        except EOFError:
+            pass  # it has said all it had to say
+        except (OSError, KeyError, TypeError, ValueError, Damaged) as error:
+            if not self._closed:
+                self._say(f"{address[0]}:{address[1]} is no peer of this run, or was cut off: {error}")
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                for rank in [rank for rank, (_, other) in self._writers.items() if other is connection]:
+                    del self._writers[rank]
+            connection.close()
+
+    def _answer(self, connection: socket.socket, head: dict[str, Any]) -> None:
+        match head["type"]:
+            case "put":
+                self._put(connection, int(head["rank"]), int(head["generation"]), head)
+            case "get":
+                self._get(connection, int(head["rank"]), Step(int(head["step"])))
+            case "drop_after":
+                self._shelf(int(head["rank"])).drop_after(Step(int(head["step"])))
+                connection.sendall(wire.encode({"type": "dropped"}))
+            case other:
+                raise ValueError(f"unknown request {other!r}")
+
+    def _shelf(self, rank: int) -> Shelf:
+        return Shelf(self.directory / f"rank{rank}")
+
+    def _put(self, connection: socket.socket, rank: int, generation: int, head: dict[str, Any]) -> None:
+        """Take a snapshot in; nobody sees it before all of it is here and matches."""
+        sizes = [int(size) for size in head["sizes"]]
+        if len(sizes) > MAX_PARTS or min(sizes, default=0) < 0:
+            raise ValueError("not the parts of a snapshot")
+        self._become_writer(connection, rank, generation)
+        layout = Layout.of(sizes)
+        buffer = self._shelf(rank).next()
+        try:
+            parts = buffer.open(layout)
+        except NoRoom as error:
+            connection.sendall(wire.encode({"type": "refused", "why": str(error)}))
+            return
+        connection.sendall(wire.encode({"type": "ready"}))
+        fill(connection, buffer.body(layout))
+        index = wire.recv_frame(connection).head["index"]
+        name = f"the snapshot of rank {rank} at step {index['step']}"
+        try:
+            verify(index, parts, name)
+        except Damaged as error:
+            self._say(f"{error}; it is not kept")
+            connection.sendall(wire.encode({"type": "refused", "why": str(error)}))
+            return
+        with self._lock:
+            if self._writers.get(rank, (generation, connection))[1] is not connection:
+                raise ValueError(f"rank {rank} has a newer writer")
+            buffer.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
+        connection.sendall(wire.encode({"type": "kept"}))
+
+    def _become_writer(self, connection: socket.socket, rank: int, generation: int) -> None:
+        """One process writes a rank's snapshots: a newer generation's ends an older one's."""
+        with self._lock:
+            known = self._writers.get(rank)
+            if known is not None and known[1] is not connection:
+                if known[0] > generation:
+                    raise ValueError(f"rank {rank} writes at generation {known[0]}, this is {generation}")
+                with contextlib.suppress(OSError):
+                    known[1].shutdown(socket.SHUT_RDWR)
+            self._writers[rank] = (generation, connection)
+
+    def _get(self, connection: socket.socket, rank: int, step: Step) -> None:
+        found = self._shelf(rank).whole().get(step)
+        if found is None:
+            connection.sendall(wire.encode({"type": "refused", "why": f"step {step} of rank {rank} is not kept here"}))
+            return
+        try:
+            index, parts = found.read(f"the snapshot of rank {rank} at step {step}")
+        except Damaged as error:
+            connection.sendall(wire.encode({"type": "refused", "why": str(error)}))
+            return
+        connection.sendall(wire.encode({"type": "snapshot", "index": index}))
+        send(connection, found, Layout.of([len(part) for part in parts]))
+
+
+def fill(connection: socket.socket, memory: memoryview) -> None:
+    """Read into memory until it is full."""
+    while memory:
+        count = connection.recv_into(memory, 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("the connection was closed in the middle of a snapshot")
+        memory = memory[count:]
+
+
+def send(connection: socket.socket, buffer: Buffer, layout: Layout, pace: Callable[[int], int] | None = None) -> None:
+    """Send a snapshot's parts from where they lie. ``pace`` is told how much is left, and says how much may go now."""
+    descriptor, start = buffer.file()
+    try:
+        at = start
+        while at < layout.end:
+            count = layout.end - at
+            if pace is not None:
+                count = min(count, pace(count))
+            at += os.sendfile(connection.fileno(), descriptor, at, count)
+    finally:
+        os.close(descriptor)
+
+
+def tune(connection: socket.socket) -> None:
+    """Let a host that is gone be noticed, and nothing be held back."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15000)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

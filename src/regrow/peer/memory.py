@@ -1,0 +1,215 @@
+"""Snapshots in a host's memory: files in shared memory that outlive the worker, two buffers for each held state.
+
+A buffer is a page with the head, then raw parts, each at its own offset, then the index. The head is wiped before
+anything is written and comes back last, so that a snapshot is whole or not there. One process writes a state's buffers
+at a time: the worker that holds the rank; its replacement reads them before it writes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from regrow.ids import Step
+
+_MAGIC = b"RGSNAP01"
+_FACTS = struct.Struct("<8sqQQQ")  # magic, step, where the index begins, its length, its checksum
+_CRC = struct.Struct("<I")
+_PAGE = 4096
+_ALIGN = 64
+
+
+class Damaged(RuntimeError):
+    """A snapshot is not whole or its index does not match its checksum; the message names it."""
+
+
+class NoRoom(ValueError):
+    """A snapshot does not fit into the host's memory; the message has the numbers and the remedy."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each part of a snapshot lies in its buffer."""
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    end: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Layout:
+        """Lay parts out one after the other."""
+        offsets, at = [], _PAGE
+        for size in sizes:
+            offsets.append(at)
+            at += -(-size // _ALIGN) * _ALIGN
+        return cls(tuple(sizes), tuple(offsets), at)
+
+
+class Buffer:
+    """One snapshot's place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+
+    def step(self) -> Step | None:
+        """Return the step of the snapshot that lies here whole, as far as its head says."""
+        found = self._head()
+        return None if found is None else Step(found[0])
+
+    def _head(self) -> tuple[int, int, int, int] | None:
+        try:
+            with self._path.open("rb") as file:
+                raw = file.read(_FACTS.size + _CRC.size)
+        except FileNotFoundError:
+            return None
+        if (
+            len(raw) < _FACTS.size + _CRC.size
+            or zlib.crc32(raw[: _FACTS.size]) != _CRC.unpack_from(raw, _FACTS.size)[0]
+        ):
+            return None
+        magic, *found = _FACTS.unpack_from(raw)
+        return tuple(found) if magic == _MAGIC else None
+
+    # writing ---------------------------------------------------------------------------------------------------------
+
+    def open(self, layout: Layout) -> list[memoryview]:
+        """Give up what lies here, and return the memory of each part of the next snapshot."""
+        self.drop()
+        self._reserve(layout.end)
+        assert self._map is not None
+        memory = memoryview(self._map)
+        return [memory[at : at + size] for at, size in zip(layout.offsets, layout.sizes, strict=True)]
+
+    def body(self, layout: Layout) -> memoryview:
+        """Return the memory of all parts together, as it is sent to other hosts."""
+        assert self._map is not None
+        return memoryview(self._map)[_PAGE : layout.end]
+
+    def seal(self, layout: Layout, index: dict[str, Any]) -> None:
+        """All parts are written: from now on the snapshot is there."""
+        text = json.dumps({**index, "offsets": layout.offsets}).encode()
+        self._reserve(layout.end + len(text))
+        assert self._map is not None
+        self._map[layout.end : layout.end + len(text)] = text
+        facts = _FACTS.pack(_MAGIC, index["step"], layout.end, len(text), xxhash.xxh3_64_intdigest(text))
+        self._map[: _FACTS.size + _CRC.size] = facts + _CRC.pack(zlib.crc32(facts))
+
+    def drop(self) -> None:
+        """Let nothing lie here; the memory is kept for the next one."""
+        if self._map is None and not self._path.exists():
+            return
+        self._reserve(_PAGE)
+        assert self._map is not None
+        self._map[: _FACTS.size + _CRC.size] = bytes(_FACTS.size + _CRC.size)
+
+    def _reserve(self, need: int) -> None:
+        if self._map is not None and len(self._map) >= need:
+            return
+        need += need // 16  # optimizer state comes with the first update, an index may grow by a digit
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            there = os.fstat(descriptor).st_size
+            if there < need:
+                # not ftruncate alone: a page that cannot be had later would end this process with SIGBUS
+                os.posix_fallocate(descriptor, there, need - there)
+            # an older one goes with its views
+            self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise NoRoom(_no_room(self._path.parent, need)) from None
+        finally:
+            os.close(descriptor)
+
+    # reading ---------------------------------------------------------------------------------------------------------
+
+    def file(self) -> tuple[int, int]:
+        """Return an open descriptor and where the parts begin, to be sent without being read; the caller closes it."""
+        return os.open(self._path, os.O_RDONLY), _PAGE
+
+    def read(self, name: str) -> tuple[dict[str, Any], list[memoryview]]:
+        """Return the index of the snapshot that lies here, which is checked, and its parts, which are not."""
+        found = self._head()
+        if found is None:
+            raise Damaged(f"{name} is not whole: its head is missing or damaged")
+        _, at, length, expected = found
+        self._reserve(1)
+        assert self._map is not None
+        memory = memoryview(self._map)
+        text = memory[at : at + length]
+        if len(text) != length or xxhash.xxh3_64_intdigest(text) != expected:
+            raise Damaged(f"{name} is damaged: its index does not match its checksum")
+        index = json.loads(bytes(text))
+        sizes = [size for size, _ in index["parts"]]
+        parts = [memory[at : at + size] for at, size in zip(index["offsets"], sizes, strict=True)]
+        return index, parts
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self._map = None
+        self._path.unlink(missing_ok=True)
+
+
+def verify(index: dict[str, Any], parts: Sequence[memoryview], name: str) -> None:
+    """Check every part against the index; ``Damaged`` says which does not match."""
+    for number, ((size, expected), part) in enumerate(zip(index["parts"], parts, strict=True)):
+        if len(part) != size or xxhash.xxh3_64_intdigest(part) != expected:
+            raise Damaged(f"{name} is damaged: part {number} does not match its checksum")
+
+
+def _no_room(directory: Path, need: int) -> str:
+    free = 0
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(directory)
+        free = stat.f_bavail * stat.f_frsize
+    return (
+        f"a snapshot of this rank needs {need / 2**20:.0f} MB of shared memory, and there are {free / 2**20:.0f} MB "
+        f"left in {directory.parent}: each rank keeps two. Give the host or container more of it (docker run "
+        "--shm-size), or train with fewer ranks on a host"
+    )
+
+
+class Shelf:
+    """The two buffers of one rank's state: the last whole snapshot, and the one in progress."""
+
+    def __init__(self, path: Path) -> None:
+        self._directory = path.parent
+        self._buffers = [Buffer(path.with_name(f"{path.name}.{number}")) for number in range(2)]
+
+    def whole(self) -> dict[Step, Buffer]:
+        """Return the snapshots that are there, by step."""
+        return {step: buffer for buffer in self._buffers if (step := buffer.step()) is not None}
+
+    def next(self) -> Buffer:
+        """Return the buffer to write to: an empty one, or that of the older snapshot."""
+        steps = [buffer.step() for buffer in self._buffers]
+        return self._buffers[min(range(2), key=lambda number: -1 if (s := steps[number]) is None else s)]
+
+    def drop_after(self, step: Step) -> None:
+        """Give up snapshots of later steps: they will be taken again."""
+        for found, buffer in self.whole().items():
+            if found > step:
+                buffer.drop()
+
+    def room(self) -> int:
+        """Return how many bytes of memory can still be had for snapshots here."""
+        stat = os.statvfs(self._directory)
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return min(stat.f_bavail * stat.f_frsize, int(fields["MemAvailable"].split()[0]) << 10)
+
+    def remove(self) -> None:
+        """Delete what is there."""
+        for buffer in self._buffers:
+            buffer.remove()

@@ -1,0 +1,93 @@
+"""Cut the traffic of snapshots into chunks that fit the network's idle spans. Pure: spans in, chunks out.
+
+A profile of some iterations gives the spans in which no collective is under way. Chunks go through a few sub-buffers at
+the receiver, so that receiving one overlaps draining another; so none is larger than a sub-buffer. What does not fit
+goes after the last span, lengthens the iteration, and is reported: then snapshots are taken less often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What is known of the network, and how much of a span may be used."""
+
+    bytes_s: float
+    latency_s: float = 0.0
+    buffer_bytes: int = 128 << 20
+    """Memory at the receiver through which chunks go."""
+    parts: int = 4
+    """Into how many sub-buffers it is divided."""
+    share: float = 0.8
+    """How much of an idle span is used: spans vary."""
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_s > 0 and self.latency_s >= 0 and 0 < self.share <= 1 and self.parts >= 1):
+            raise ValueError(f"no network has {self}: give a bandwidth above 0 and a share between 0 and 1")
+
+    def time_s(self, nbytes: float) -> float:
+        """Return how long a chunk takes."""
+        return self.latency_s + nbytes / self.bytes_s
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a copy. ``span`` is the idle span it goes in; ``None``: after the last one."""
+
+    copy: int
+    nbytes: int
+    span: int | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All chunks of a snapshot, in order, and how much longer they make the iteration."""
+
+    chunks: tuple[Chunk, ...]
+    spill_s: float
+
+
+def cut(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link) -> Traffic:
+    """Cut ``copies`` copies of a state into chunks for the idle spans of an iteration."""
+    if copies < 0 or state_bytes < 0:
+        raise ValueError(f"{copies} copies of {state_bytes} bytes cannot be sent")
+    largest = max(link.buffer_bytes // link.parts, 1)
+    chunks: list[Chunk] = []
+    copy, rest = 0, state_bytes
+    if not rest:
+        return Traffic((), 0.0)
+    for number, span_s in enumerate(spans_s):
+        room_s = link.share * span_s
+        while copy < copies:
+            fitting = (
+                largest if room_s >= link.time_s(largest) else math.floor((room_s - link.latency_s) * link.bytes_s)
+            )
+            nbytes = min(fitting, rest)
+            if nbytes <= 0:
+                break
+            chunks.append(Chunk(copy, nbytes, number))
+            room_s -= link.time_s(nbytes)
+            rest -= nbytes
+            if not rest:
+                copy, rest = copy + 1, state_bytes
+    spill_s = 0.0
+    while copy < copies:
+        nbytes = min(largest, rest)
+        chunks.append(Chunk(copy, nbytes, None))
+        spill_s += link.time_s(nbytes)
+        rest -= nbytes
+        if not rest:
+            copy, rest = copy + 1, state_bytes
+    return Traffic(tuple(chunks), spill_s)
+
+
+def every(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link, *, most: int = 1000) -> int:
+    """Return how many iterations a snapshot's traffic needs to fit their idle spans: take one so often."""
+    for k in range(1, most):
+        if cut([*spans_s] * k, state_bytes, copies, link).spill_s == 0:
+            return k
+    return most

@@ -1,0 +1,58 @@
+"""Snapshots cut into chunks for the network's idle spans."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.plan.spans import Link, cut, every
+
+LINK = Link(bytes_s=100.0, latency_s=0.01, buffer_bytes=400, parts=4, share=0.5)
+
+
+@given(
+    spans=st.lists(st.floats(0, 20), max_size=8),
+    state=st.integers(0, 3000),
+    copies=st.integers(0, 3),
+    share=st.floats(0.1, 1.0),
+    latency=st.floats(0, 0.5),
+)
+def test_every_copy_goes_whole_in_order_and_no_span_is_overfull(spans, state, copies, share, latency):
+    link = Link(bytes_s=100.0, latency_s=latency, buffer_bytes=400, parts=4, share=share)
+    traffic = cut(spans, state, copies, link)
+    sent = Counter()
+    for chunk in traffic.chunks:
+        assert 0 < chunk.nbytes <= 100
+        sent[chunk.copy] += chunk.nbytes
+    assert sent == Counter({copy: state for copy in range(copies) if state})
+    assert [chunk.copy for chunk in traffic.chunks] == sorted(chunk.copy for chunk in traffic.chunks)
+    used = Counter()
+    for chunk in traffic.chunks:
+        if chunk.span is not None:
+            used[chunk.span] += link.time_s(chunk.nbytes)
+    for span, seconds in used.items():
+        assert seconds <= share * spans[span] + 1e-9
+    late = [chunk for chunk in traffic.chunks if chunk.span is None]
+    assert traffic.spill_s == pytest.approx(sum(link.time_s(chunk.nbytes) for chunk in late))
+
+
+def test_what_fits_does_not_spill():
+    traffic = cut([2.0, 4.0], 200, 1, LINK)
+    assert traffic.spill_s == 0
+    assert [(chunk.nbytes, chunk.span) for chunk in traffic.chunks] == [(99, 0), (100, 1), (1, 1)]
+
+
+def test_what_does_not_fit_is_taken_less_often():
+    assert cut([1.0], 100, 1, LINK).spill_s > 0
+    assert every([1.0], 100, 1, LINK) == 3
+    assert every([10.0], 100, 1, LINK) == 1
+    assert every([], 100, 1, LINK, most=7) == 7
+
+
+@pytest.mark.parametrize("wrong", [{"bytes_s": 0.0}, {"bytes_s": 1.0, "share": 1.5}, {"bytes_s": 1.0, "parts": 0}])
+def test_no_such_network(wrong):
+    with pytest.raises(ValueError, match="give a bandwidth above 0"):
+        Link(**wrong)
