@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,10 +103,29 @@ def ask_where_they_stand(log_dir: Path) -> None:
             time.sleep(0.2)
 
 
+def run_hosts(*args: str, hosts: int, flags: tuple[str, ...] = (), **more) -> list[Job]:
+    """Run one job on several hosts: agents of this machine, each with an address of its own."""
+    port = free_port()
+    jobs: dict[int, Job] = {}
+
+    def host(number: int) -> None:
+        own = ("--nnodes", str(hosts), "--node-rank", str(number), "--rdzv-endpoint", f"127.0.0.1:{port}")
+        own += ("--host-addr", f"127.0.0.{number + 1}")
+        jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret"}, **more)
+
+    threads = [threading.Thread(target=host, args=(number,), name=f"host-{number}") for number in range(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(jobs) == [*range(hosts)], "a host's job did not end by itself"
+    return [jobs[number] for number in range(hosts)]
+
+
 @functools.cache
-def undisturbed(*args: str, nproc: int) -> Job:
+def undisturbed(*args: str, nproc: int, script: Path = SCRIPT) -> Job:
     """Return the job in which nothing failed, run once for all tests of a process."""
-    job = run_job(*args, nproc=nproc)
+    job = run_job(*args, nproc=nproc, script=script)
     assert job.code == 0, job.output
     assert len(job.ranks) == nproc
     return job
@@ -113,8 +133,9 @@ def undisturbed(*args: str, nproc: int) -> Job:
 
 def check(*args: str, nproc: int, faults: list[testing.Fault], deaths: int | range | None = None, **more) -> Job:
     """Run a job with faults, all of which are to strike unless ``deaths`` says how many, and compare its result."""
-    expected = undisturbed(*args, nproc=nproc)
-    job = run_job(*args, nproc=nproc, faults=faults, **more)
+    script = more.pop("script", SCRIPT)
+    expected = undisturbed(*args, nproc=nproc, script=script)
+    job = run_job(*args, nproc=nproc, faults=faults, script=script, **more)
     assert job.code == 0, job.output
     assert job.digests() == expected.digests(), job.output
     number = len(faults) if deaths is None else deaths

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import psutil
 import pytest
 import torch
 
-from harness import Job, check, free_port, run_job, undisturbed
+from harness import Job, check, run_hosts, run_job, undisturbed
 from regrow.testing import Fault
 
 
@@ -128,22 +126,9 @@ def test_what_cannot_work_is_refused_in_one_sentence(nproc, args, sentence):
 def test_two_nodes():
     """Two agents with two addresses: the same result as four workers under one agent, also when one is killed."""
     expected = undisturbed("--steps", "8", "--optimizer", "adam", nproc=4)
-    port = free_port()
-    fault = [Fault(point="in_backward", rank=3, step=3), Fault(point="after_update", rank=0, step=5)]
-    jobs: dict[int, Job] = {}
-
-    def node(number: int) -> None:
-        flags = ("--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", f"127.0.0.1:{port}")
-        flags += ("--host-addr", f"127.0.0.{number + 1}")
-        args = ("--steps", "8", "--optimizer", "adam")
-        jobs[number] = run_job(*args, nproc=2, spares=1, flags=flags, faults=fault, env={"REGROW_TOKEN": "secret"})
-
-    threads = [threading.Thread(target=node, args=(number,), name=f"node-{number}") for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [jobs[number].code for number in range(2)] == [0, 0], jobs[0].output + jobs[1].output
+    faults = [Fault(point="in_backward", rank=3, step=3), Fault(point="after_update", rank=0, step=5)]
+    jobs = run_hosts("--steps", "8", "--optimizer", "adam", hosts=2, nproc=2, spares=1, faults=faults)
+    assert [job.code for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
     ranks = jobs[0].ranks | jobs[1].ranks
     assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
     assert len(jobs[0].events("worker_lost")) == len(jobs[1].events("worker_lost")) == 1

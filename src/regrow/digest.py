@@ -110,13 +110,15 @@ def _module(sha: Any, module: nn.Module, where: str) -> None:
 
 def _optimizer(sha: Any, optimizer: Optimizer, where: str) -> None:
     groups = optimizer.param_groups
+    inner = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer keeps this rank's part of the state there
+    state = inner.state if isinstance(inner, Optimizer) else optimizer.state
     _piece(sha, "optimizer", _LENGTH.pack(len(groups)))
     for number, group in enumerate(groups):
         place = f"{where}, param_groups[{number}]"
         _mapping(sha, {name: value for name, value in group.items() if name != "params"}, place)
         _piece(sha, "params", _LENGTH.pack(len(group["params"])))
         for index, param in enumerate(group["params"]):
-            _feed(sha, optimizer.state.get(param, {}), f"{place}, state of parameter {index}")
+            _feed(sha, state.get(param, {}), f"{place}, state of parameter {index}")
 
 
 def _tensor(sha: Any, tensor: torch.Tensor, where: str) -> None:

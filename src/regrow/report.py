@@ -149,12 +149,25 @@ def render(run: list[Event]) -> str:
             f"{sum(healed) / len(healed):.3f} s on average, {max(healed):.3f} s at most"
         )
     lines.append(f"moved in all: {_bytes(sum(failure.bytes_in for failure in found))}")
+    lines += _snapshots(run)
     if ended is None:
         lines.append("the run has no end: it goes on, or its agent was killed")
     else:
         took = float(ended["t"]) - float(began["t"])
         lines.append(f"{ended['event']} after {took:.1f} s: {ended.get('reason', '')}")
     return "\n".join(lines)
+
+
+def _snapshots(run: list[Event]) -> list[str]:
+    """Say what snapshots in the hosts' memory have cost, for the rank that paid most."""
+    told = [event for event in run if event["event"] == "snapshots" and event.get("taken")]
+    if not told:
+        return []
+    most = max(told, key=lambda event: float(event["waited_s"]))
+    return [
+        f"snapshots: {most['taken']} of {_bytes(int(most['bytes']))} on rank {most['rank']}, copied in "
+        f"{float(most['copy_s']):.4f} s each, for which each update waited {float(most['waited_s']):.4f} s"
+    ]
 
 
 def _block(failure: Failure) -> list[str]:

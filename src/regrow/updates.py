@@ -24,16 +24,18 @@ from regrow.undo import Ledger, rule_for
 class Updates:
     """The updates of the step in progress. Written by the main thread and, wait-free, by the group's threads."""
 
-    def __init__(self, registry: Registry, *, exact: bool) -> None:
+    def __init__(self, registry: Registry, *, exact: bool, undo: bool = True) -> None:
+        """``undo=False``: nothing is noted, since interrupted updates are not taken back but overwritten."""
         self._registry = registry
         self._exact = exact
+        self._undo = undo
         self._lock = threading.RLock()
         self._updated: set[int] = set()
         self._stopped = False
         self._step = Step(0)
         self._attempt = 0
         """Counts the starts of steps: an update that was due in an earlier one comes too late, and is dropped."""
-        self._ledgers = {id(opt): Ledger(opt, exact=False) for opt in registry.optimizers.values()}
+        self._ledgers = {id(opt): Ledger(opt, exact=False) for opt in registry.optimizers.values()} if undo else {}
         self._early: set[int] = set()
         """Parameters that were updated wait-free in this step: the user's ``optimizer.step()`` passes them over."""
         self._exactly: set[int] = set()
@@ -103,6 +105,8 @@ class Updates:
     def undoable(self) -> tuple[Indices, bool, str]:
         """Return which of the updated can be taken back, whether exactly, and why not the others."""
         able, exact, why = [], True, ""
+        if not self._undo:
+            return Indices(), exact, "updates of sharded parameters are not taken back"
         for index in self._updated:
             param = self._registry.params[index]
             ledger = self._ledger(param)
@@ -131,7 +135,7 @@ class Updates:
     def _mark(self, params: Iterable[Param]) -> None:
         for param in params:
             self._updated.add(param.index)
-            if self._ledger(param).exact:
+            if self._undo and self._ledger(param).exact:
                 self._exactly.add(param.index)
 
     def _ledger(self, param: Param) -> Ledger:
@@ -141,13 +145,17 @@ class Updates:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.before_update()
-        with self._lock:
-            self._hide_early(optimizer)
-            self._ledgers[id(optimizer)].before()
+        if self._undo:
+            with self._lock:
+                self._hide_early(optimizer)
+                self._ledgers[id(optimizer)].before()
+        else:
+            self._mark(self._registry.of_optimizer(optimizer))  # whatever comes of it, the old values are gone
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._lock:
-            self._ledgers[id(optimizer)].after()
+            if self._undo:
+                self._ledgers[id(optimizer)].after()
             self._mark(param for param in self._registry.of_optimizer(optimizer) if param.tensor.grad is not None)
             for tensor, grad in self._hidden:
                 tensor.grad = grad

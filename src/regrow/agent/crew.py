@@ -32,6 +32,7 @@ from regrow.agent.worker import Environment, Worker
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
 from regrow.lifeline import Observer, dying_by
+from regrow.peer.keeper import Keeper
 from regrow.slots import Slots
 from regrow.wire import Frame
 
@@ -66,7 +67,10 @@ class Crew:
         self._report = report
         self._logs = Logs(options, site.run_id, site.ranks[0])
         self._server = LinkServer(shared_dir / "agent.sock", options.token, self)
-        self._env = Environment(options, site, self._server.path, shared_dir)
+        self._keeper: Keeper | None = None
+        if options.nnodes > 1:  # on one host there is nobody whose snapshots could be kept
+            self._keeper = Keeper(shared_dir / "kept", site.host_addr, options.token, say)
+        self._env = Environment(options, site, self._server.path, shared_dir, self._keeper)
         self._nursery: Nursery | None = None
         if options.forked:
             self._nursery = Nursery(options.command, self._env.complete(self._env.of_spare(0)), log.append)
@@ -390,6 +394,8 @@ class Crew:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.close()
+        if self._keeper is not None:
+            await asyncio.to_thread(self._keeper.close)
         await asyncio.to_thread(self._logs.stop)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:

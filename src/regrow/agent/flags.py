@@ -87,6 +87,14 @@ def parser() -> argparse.ArgumentParser:
         help="Memory of each rank's journal; what does not fit goes to the log directory's disk.",
     )
     ours.add_argument(
+        "--snapshot-copies",
+        "--snapshot_copies",
+        type=int,
+        default=2,
+        metavar="M",
+        help="How many hosts keep each snapshot of sharded state in their memory, the rank's own included.",
+    )
+    ours.add_argument(
         "--replay-helpers",
         "--replay_helpers",
         default="auto",
@@ -168,6 +176,7 @@ def _options(args: argparse.Namespace) -> RunOptions:
         faults=args.inject,
         failure_domain=args.failure_domain,
         journal_mb=args.journal_memory,
+        snapshot_copies=args.snapshot_copies,
         replay_helpers=_replay_helpers(args.replay_helpers),
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,

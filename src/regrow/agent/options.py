@@ -39,6 +39,8 @@ class RunOptions:
     faults: str | None = None
     failure_domain: str = "host"
     journal_mb: int = 256
+    snapshot_copies: int = 2
+    """How many hosts keep each snapshot of sharded state, the rank's own included."""
     replay_helpers: int | None = None
     """How many idle ranks help with a replay; ``None``: as many as make it faster."""
     forked: bool = False
@@ -60,6 +62,8 @@ class RunOptions:
                 raise ValueError(f"{flag} must be a positive number of seconds, got {seconds}")
         if self.stuck_after_s < self.dead_after_s:
             raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
+        if self.snapshot_copies < 1:
+            raise ValueError(f"--snapshot-copies must be at least 1 (the rank's own host), got {self.snapshot_copies}")
         if self.journal_mb < 1:
             raise ValueError(f"--journal-memory must be at least 1 MB, got {self.journal_mb}")
         if not re.fullmatch(r"host|rank|\d+(-\d+)?(,\d+(-\d+)?)*", self.failure_domain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from regrow.agent.options import RunOptions
 from regrow.agent.process import Process, cpu_and_state
 from regrow.agent.world import Raised
 from regrow.lifeline import Observer
+from regrow.peer.keeper import Keeper
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "ROLE_RANK", "REGROW_INCARNATION")
 
@@ -103,7 +105,9 @@ class Worker:
 class Environment:
     """The variables that workers and spares start with: torchrun's, and regrow's own."""
 
-    def __init__(self, options: RunOptions, site: Site, socket_path: Path, shared_dir: Path) -> None:
+    def __init__(
+        self, options: RunOptions, site: Site, socket_path: Path, shared_dir: Path, keeper: Keeper | None
+    ) -> None:
         self._site = site
         self._shared_dir = shared_dir
         self._common = {
@@ -127,6 +131,9 @@ class Environment:
             "REGROW_REPLAY_HELPERS": "auto" if options.replay_helpers is None else str(options.replay_helpers),
             "REGROW_SCRATCH": str(options.log_dir / "scratch"),
         }
+        if keeper is not None:
+            self._common["REGROW_KEEPER"] = json.dumps([*keeper.address, str(keeper.directory)])
+            self._common["REGROW_SNAPSHOT_COPIES"] = str(options.snapshot_copies)
         if options.nproc > 1:
             self._common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if options.faults is not None:

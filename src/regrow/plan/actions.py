@@ -24,6 +24,7 @@ class Own(StrEnum):
     PREDECESSOR = "left by the predecessor at the step's start"
     PREDECESSOR_LIVE = "left by the predecessor before its last collective"
     CHECKPOINT = "from the checkpoint"
+    SNAPSHOT = "from the snapshot"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,21 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restore:
+    """``rank`` takes the snapshot of the start of ``step`` out of its own host's memory, or out of another one's."""
+
+    rank: Rank
+    step: Step
+    node: int | None = None
+    """The host that keeps it; ``None``: its own."""
+
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        where = "the host's memory" if self.node is None else f"the memory of host {self.node}"
+        return f"restore  {name_ranks(ranks)}: the snapshot of step {self.step} from {where}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """``rank`` does steps ``first`` to ``last`` again; what ``sources`` sent it then comes out of their journals.
 
@@ -107,7 +123,7 @@ class Replay:
         return f"replay   {name_ranks(ranks)}: {span} from the journals of {name_ranks(self.sources)}{shared}"
 
 
-Action = Undo | Copy | Load | Replay | Settle
+Action = Undo | Copy | Load | Restore | Replay | Settle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,17 @@ class Holding:
     damaged: tuple[tuple[Rank, Step], ...] = ()
     """Ranks whose journal was found damaged by this one, and the step of the record."""
 
+    place: str | None = None
+    """For sharded state: a name for the part that this rank holds; ranks of the same name hold the same."""
+    snapshots: tuple[Step, ...] = ()
+    """Steps of which a snapshot of this rank's state lies whole in its host's memory."""
+    snapshot_bytes: int = 0
+    """Size of the newest of them."""
+    node: int = 0
+    """The host that this rank is on."""
+    kept: tuple[tuple[Rank, Step], ...] = ()
+    """Snapshots of other hosts' ranks that lie in this host's memory."""
+
     @property
     def fresh(self) -> bool:
         """Whether this is a replacement."""
@@ -85,6 +96,11 @@ class Holding:
             "recent_from": self.recent_from,
             "shares": self.shares,
             "damaged": [list(pair) for pair in self.damaged],
+            "place": self.place,
+            "snapshots": list(self.snapshots),
+            "snapshot_bytes": self.snapshot_bytes,
+            "node": self.node,
+            "kept": [list(pair) for pair in self.kept],
         }
 
     @classmethod
@@ -111,4 +127,9 @@ class Holding:
             recent_from=None if value["recent_from"] is None else Step(value["recent_from"]),
             shares=value["shares"],
             damaged=tuple((Rank(rank), Step(step)) for rank, step in value["damaged"]),
+            place=value["place"],
+            snapshots=tuple(Step(step) for step in value["snapshots"]),
+            snapshot_bytes=value["snapshot_bytes"],
+            node=value["node"],
+            kept=tuple((Rank(rank), Step(step)) for rank, step in value["kept"]),
         )

@@ -16,6 +16,7 @@ from regrow.ids import Rank, Step
 from regrow.plan.actions import Action, Copy, Load, Own, Plan, Replay, Settle, Undo, name_ranks
 from regrow.plan.holdings import Holding
 from regrow.plan.planner import check_replicas, check_same_layout, own_at, plan_replicas
+from regrow.plan.shards import plan_shards
 
 Stages = Mapping[int, Sequence[Holding]]
 WORTH_SHARING = 3
@@ -30,6 +31,8 @@ def make_plan(holdings: Sequence[Holding]) -> Plan:
         ValueError: replicas do not train the same model, or some ranks named their stage and others did not.
     """
     ranks = sorted(holdings, key=lambda holding: holding.rank)
+    if any(holding.place is not None for holding in ranks):
+        return plan_shards(ranks)
     named = [holding for holding in ranks if holding.stage is not None]
     if not named:
         return plan_replicas(ranks)

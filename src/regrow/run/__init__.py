@@ -13,6 +13,7 @@ from regrow import lifeline, testing, wire
 from regrow.group import Fabric, Mode
 from regrow.ids import Generation
 from regrow.run.base import Run
+from regrow.run.copies import Host
 from regrow.run.environment import Environment, read_environment
 from regrow.run.link import Link
 from regrow.run.plain import init_plain
@@ -101,12 +102,21 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             scratch=Path(environment.scratch),
             journal_bytes=environment.journal_mb << 20,
             replay_helpers=environment.replay_helpers,
+            ranks_here=environment.ranks_here,
+            host=_host(environment),
         ),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)
     if replacement:
         testing.point("replacement_setup")
     return run
+
+
+def _host(environment: Environment) -> Host | None:
+    if environment.keeper is None:
+        return None
+    address, port, directory = environment.keeper
+    return Host(node=environment.node, keeper=(address, port), kept=Path(directory), copies=environment.snapshot_copies)
 
 
 def _take_identity(assigned: wire.Frame) -> None:

@@ -19,7 +19,7 @@ from regrow.errors import LinkLost, PeerLost
 from regrow.ids import Rank, Step
 from regrow.run.link import Link
 from regrow.run.roles import Roles
-from regrow.state import checkpoint
+from regrow.state import checkpoint, image
 from regrow.state.registry import Registry
 
 _COMMIT_S = 600.0
@@ -78,7 +78,7 @@ class Checkpoints:
         """Return the steps whose checkpoints this rank has, as far as it knows whole."""
         return [step for step in checkpoint.saved(self._directory) if step not in self._bad]
 
-    def first(self, small: checkpoint.Small) -> None:
+    def first(self, small: image.Small) -> None:
         """Write the first one, before anyone hears that the set-up is done: from then on it may be needed.
 
         Training goes on without it where it cannot be written, and that is said.
@@ -87,7 +87,7 @@ class Checkpoints:
         if not self._writer.wait(_FIRST_S):
             self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
 
-    def at_start(self, step: Step, small: checkpoint.Small) -> None:
+    def at_start(self, step: Step, small: image.Small) -> None:
         """Take a checkpoint if one is due at the start of this step."""
         if step == 0 or step % self._every or (step in self._committed and step not in self._bad):
             return
@@ -99,18 +99,18 @@ class Checkpoints:
         self._writer.save(step, small)
         self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
 
-    def read(self, step: Step) -> checkpoint.Saved:
+    def read(self, step: Step) -> image.Image:
         """Read this rank's checkpoint; a damaged one is named, and not counted on again."""
         try:
             return checkpoint.read(self._directory, step)
-        except checkpoint.DamagedCheckpoint as error:
+        except image.Damaged as error:
             self._distrust(step, error)
             raise PeerLost(str(error)) from error
 
     def _verify(self, step: Step) -> None:
         try:
             checkpoint.read(self._directory, step)
-        except checkpoint.DamagedCheckpoint as error:
+        except image.Damaged as error:
             self._distrust(step, error)
 
     def _distrust(self, step: Step, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ class Environment:
     """How much memory a rank's journal may take."""
     replay_helpers: int | None
     """How many idle ranks help with a replay; ``None``: as many as make it faster."""
+    keeper: tuple[str, int, str] | None
+    """Where this host's agent keeps other hosts' snapshots: address, and directory; ``None``: there is one host."""
+    snapshot_copies: int
+    """How many hosts keep each snapshot, the rank's own included."""
     node: int
+    ranks_here: int
+    """How many ranks this host has."""
     torchrun: bool
     """Whether rank and world size are there, so that a process group can be made without an agent."""
 
@@ -47,6 +54,16 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         scratch=environ.get("REGROW_SCRATCH", "."),
         journal_mb=int(environ.get("REGROW_JOURNAL_MB", "256")),
         replay_helpers=None if helpers == "auto" else int(helpers),
+        keeper=_keeper(environ.get("REGROW_KEEPER")),
+        snapshot_copies=int(environ.get("REGROW_SNAPSHOT_COPIES", "1")),
         node=int(environ.get("GROUP_RANK", "0")),
+        ranks_here=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )
+
+
+def _keeper(text: str | None) -> tuple[str, int, str] | None:
+    if text is None:
+        return None
+    host, port, directory = json.loads(text)
+    return str(host), int(port), str(directory)

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regrow import testing
+from regrow import fsdp, testing
 from regrow.ddp import Buckets
 from regrow.errors import PeerLost, Superseded, Unrecoverable
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank, Step
 from regrow.journal import Damaged
-from regrow.plan import Copy, Holding, Load, Own, Plan, Settle, Undo, make_plan
+from regrow.peer import memory
+from regrow.plan import Copy, Holding, Load, Own, Plan, Restore, Settle, Undo, make_plan
 from regrow.run.flow import Flow
 from regrow.run.link import Link
+from regrow.run.snapshots import Snapshots
 from regrow.run.stages import Stages
 from regrow.slots import Left
-from regrow.state import checkpoint
+from regrow.state import image
 from regrow.state.registry import Registry
 from regrow.state.small import SmallState
 from regrow.updates import Updates
@@ -47,6 +49,7 @@ class Healer:
         updates: Updates,
         buckets: list[Buckets],
         stages: Stages | None,
+        snapshots: Snapshots | None,
         dead_after_s: float,
     ) -> None:
         self._rank = rank
@@ -57,6 +60,8 @@ class Healer:
         self._updates = updates
         self._buckets = buckets
         self._stages = stages
+        self._snapshots = snapshots
+        self._sharded = [root for module in registry.modules.values() for root in fsdp.roots(module)]
         self.moved = False
         """Whether a plan has put this rank elsewhere than it was, perhaps to another try of the same step's number."""
         self._dead_after_s = dead_after_s
@@ -79,10 +84,10 @@ class Healer:
             for buckets in self._buckets:
                 buckets.start()
 
-    def small_part(self) -> checkpoint.Small:
+    def small_part(self) -> image.Small:
         """Return what ``capture`` took, for a checkpoint."""
         own, shared, large = self._small.captured()
-        return checkpoint.Small(own, shared, large, [buckets.at_start() for buckets in self._buckets])
+        return image.Small(own, shared, large, [buckets.at_start() for buckets in self._buckets])
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
@@ -112,7 +117,7 @@ class Healer:
                 if not self._may_retry(error, generation):
                     raise
                 problem = f"{type(error).__name__}: {error}"
-                found_here = isinstance(error.__cause__, (Damaged, checkpoint.DamagedCheckpoint))
+                found_here = isinstance(error.__cause__, (Damaged, image.Damaged, memory.Damaged))
             self.wait_for_newer(generation, problem, found_here=found_here)
 
     def _may_retry(self, error: Exception, generation: Generation) -> bool:
@@ -137,6 +142,10 @@ class Healer:
 
     def _abandon_step(self) -> None:
         """Drop what the interrupted backward left behind: half-reduced gradients, DDP's unfinished reduction."""
+        if self._snapshots is not None:
+            self._snapshots.abandon()
+        for root in self._sharded:
+            fsdp.abandon(root)
         for param in self._registry.params:
             param.tensor.grad = None
         for buckets in self._buckets:
@@ -155,12 +164,16 @@ class Healer:
         testing.point("rejoin", self.step)
         envelopes = self._exchange(holding)
         holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
+        if self._snapshots is not None:
+            self._snapshots.heard(envelopes)
         plan = make_plan(holdings)
         self._layouts = _layouts(plan, holdings, envelopes, self._rank)
         self._announce(plan, holdings, generation)
         self._carry_out(plan, holdings, generation)
         if self._stages is not None:
             self._stages.resume(generation, plan, envelopes)
+        if self._snapshots is not None:
+            self._snapshots.resume(generation, plan.step, envelopes)
         dist.barrier()
         if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
@@ -186,6 +199,7 @@ class Healer:
             "holding": holding.to_json(),
             "buckets": [buckets.at_start() for buckets in self._buckets],
             **(self._stages.envelope() if self._stages is not None else {}),
+            **(self._snapshots.envelope() if self._snapshots is not None else {}),
         }
         mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
         world = dist.get_world_size()
@@ -217,6 +231,7 @@ class Healer:
             state_bytes=self._registry.state_bytes(),
             checksum=self._registry.checksum() if self.step is not None and not self._updates.begun else None,
             **(self._stages.holding() if self._stages is not None else {}),
+            **(self._snapshots.holding() if self._snapshots is not None else {}),
         )
 
     def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
@@ -240,7 +255,12 @@ class Healer:
             if isinstance(action, Undo):
                 self._updates.undo(action.params)
             elif isinstance(action, Load):
-                self._load(action.step)
+                assert self._stages is not None
+                self._install(self._stages.checkpoints.read(action.step))
+                self._stages.transport.move(action.step)
+            elif isinstance(action, Restore):
+                assert self._snapshots is not None
+                self._install(self._snapshots.read(action.step, action.node))
         testing.point("before_transfer", plan.step)
         settle = next(action for action in mine if isinstance(action, Settle))
         if self._rank not in fresh:
@@ -264,18 +284,15 @@ class Healer:
             seconds=time.monotonic() - began,
         )
 
-    def _load(self, step: Step) -> None:
-        """Go back to this rank's own checkpoint: all of its state is then that of the step's start."""
-        assert self._stages is not None
-        saved = self._stages.checkpoints.read(step)
+    def _install(self, saved: image.Image) -> None:
+        """Go back to this rank's own checkpoint or snapshot: all of its state is then that of the step's start."""
         self._updates.complete()  # whatever the interrupted step has done is overwritten
         saved.install(self._registry)
-        self._stages.transport.move(step)
         self._small.load_shared(saved.small.shared, saved.small.large)
         self._small.load_own(saved.small.own, cursor=True)
         self._layouts = saved.small.layouts
         self._left = None
-        self._arrived(step)
+        self._arrived(saved.step)
         self.moved = True
 
     def _received(self, copy: Copy) -> None:
@@ -290,7 +307,7 @@ class Healer:
         match action.own:
             case Own.CAPTURED:
                 self._small.restore()
-            case Own.CURRENT | Own.CHECKPOINT:
+            case Own.CURRENT | Own.CHECKPOINT | Own.SNAPSHOT:
                 pass  # captured when the copy was put in place
             case Own.PREDECESSOR:
                 assert self._left is not None

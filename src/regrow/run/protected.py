@@ -16,12 +16,15 @@ from regrow.group import Fabric
 from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
 from regrow.journal import Damaged
+from regrow.peer.memory import Shelf
 from regrow.run import raised, refusals, warm
 from regrow.run.base import Run
+from regrow.run.copies import Copies
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
 from regrow.run.roles import Roles
 from regrow.run.shared_step import Unshareable
+from regrow.run.snapshots import Snapshots
 from regrow.run.stages import Place, Stages
 from regrow.run.step import Step
 from regrow.slots import Slots
@@ -49,6 +52,8 @@ class ProtectedRun(Run):
         super().__init__(rank, world_size)
         self._place = place
         self._stages: Stages | None = None
+        self._snapshots: Snapshots | None = None
+        self._shelf = Shelf(small_state_path.with_suffix(".snapshot"))
         self._link = link
         self._fabric = fabric
         self._replacement = replacement
@@ -104,10 +109,14 @@ class ProtectedRun(Run):
                     self._fabric.before_collective = None
                     if self._stages is not None:
                         self._stages.close()
+                    if self._snapshots is not None:
+                        self._snapshots.close()
                     return
                 continue
             if self._stages is not None and not self._begin(self._stages, healer):
                 continue
+            if self._snapshots is not None:
+                self._snapshots.begin(healer.step, healer.small_part())
             self._updates.begin(healer.step)
             step = Step(self, healer.step, batches, attempt=self._attempt)
             self._attempt += 1
@@ -148,12 +157,31 @@ class ProtectedRun(Run):
             )
         self._started = True
         courier = None
-        if self._stage is not None:
+        if self._stage is not None or self._registry.sharded:
             courier = Courier(self.rank, self._place.host_addr, self._place.token)
-        roles = Roles.exchange(self._stage, self._place.domain(self.rank), courier.address if courier else ("", 0))
+        copies = self._copies() if self._registry.sharded else None
+        roles = Roles.exchange(
+            self._stage,
+            self._place.domain(self.rank),
+            courier.address if courier else ("", 0),
+            copies.envelope() if copies else None,
+        )
         self._bind(roles)
         self._small = SmallState(self._registry, self._slots, self._loader)
-        if courier is not None:
+        if courier is not None and self._stage is None:
+            self._snapshots = Snapshots(
+                Rank(self.rank),
+                self.world_size,
+                shelf=self._shelf,
+                courier=courier,
+                copies=copies,
+                registry=self._registry,
+                ranks_here=self._place.ranks_here,
+                superseded=lambda: self._link.generation != self._fabric.generation,
+                say=self._say,
+                event=self._event,
+            )
+        elif courier is not None:
             self._stages = Stages(
                 rank=Rank(self.rank),
                 roles=roles,
@@ -169,7 +197,7 @@ class ProtectedRun(Run):
                 checkpoint_every=self._checkpoint_every,
                 replacement=self._replacement,
             )
-        self._updates = Updates(self._registry, exact=self._exact)
+        self._updates = Updates(self._registry, exact=self._exact, undo=self._snapshots is None)
         if self._wait_free:
             self._updates.expect_early_updates()
         buckets = []
@@ -187,9 +215,10 @@ class ProtectedRun(Run):
             updates=self._updates,
             buckets=buckets,
             stages=self._stages,
+            snapshots=self._snapshots,
             dead_after_s=self._dead_after_s,
         )
-        self._updates.before_update = healer.settle_buckets
+        self._updates.before_update = self._before_update
         if self._replacement:
             healer.arrive(self._slots.left())
             self._fabric.go_live()
@@ -202,17 +231,46 @@ class ProtectedRun(Run):
             healer.capture()
             if self._stages is not None:
                 self._stages.first(healer.small_part())
+            if self._snapshots is not None:
+                self._snapshots.first(self._fabric.generation, healer.small_part(), roles)
             size = sum(param.tensor.nbytes for param in self._registry.params)
             self._link.on_generation = self._sever
             self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
         return healer
 
+    def _copies(self) -> Copies | None:
+        """Return what brings this rank's snapshots to other hosts, if there are any."""
+        if self._place.host is None:
+            return None
+        return Copies(
+            Rank(self.rank),
+            self._place.host,
+            self._place.token,
+            superseded=lambda: self._link.generation != self._fabric.generation,
+            say=self._say,
+            event=self._event,
+        )
+
+    def _before_update(self) -> None:
+        assert self._healer is not None
+        self._healer.settle_buckets()
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
+    def _say(self, text: str) -> None:
+        print(f"[regrow] rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
+
     def _sever(self, world: WorldView) -> None:
         """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
         self._fabric.abort(f"generation {world.generation} begins", below=world.generation)
         if self._stages is not None:
             self._stages.sever(below=world.generation)
+        if self._snapshots is not None:
+            self._snapshots.sever(below=world.generation)
 
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
@@ -223,6 +281,8 @@ class ProtectedRun(Run):
             self._fabric.abort(problem or "")
             if self._stages is not None:
                 self._stages.sever(below=self._fabric.generation + 1)
+            if self._snapshots is not None:
+                self._snapshots.sever(below=self._fabric.generation + 1)
             healer.wait_for_newer(
                 Generation(self._fabric.generation), problem or "a new generation began", found_here=found_here
             )
@@ -269,7 +329,7 @@ class ProtectedRun(Run):
         if error is None:
             try:
                 if not self._updates.begun:
-                    self._healer.settle_buckets()
+                    self._before_update()
                 if self._stages is not None:
                     self._stages.transport.end()
             except RuntimeError as lost:
@@ -344,5 +404,8 @@ class ProtectedRun(Run):
         return {
             "step": self._step_in_progress(),
             "ops": self._fabric.ops_issued,
-            "waiting": self._waiting or self._fabric.waiting or (self._stages is not None and self._stages.waiting),
+            "waiting": self._waiting
+            or self._fabric.waiting
+            or (self._stages is not None and self._stages.waiting)
+            or (self._snapshots is not None and self._snapshots.waiting),
         }

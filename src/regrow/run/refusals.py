@@ -5,29 +5,24 @@ Looks at what the run was given, and changes nothing.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from regrow import undo
 from regrow.ddp import find_ddp
 from regrow.state.registry import Registry
+from regrow.state.shards import is_zero
 
 
 def check(registry: Registry, *, wait_free: bool, staged: bool) -> None:
     """``ValueError``, or ``UndoUnsupported``, with what is wrong and what to do instead."""
-    for optimizer in registry.optimizers.values():
-        undo.check_supported(optimizer)
-    # importing it takes seconds; without it nothing is sharded
-    sharding = sys.modules.get("torch.distributed.tensor")
-    for param in registry.params:
-        if sharding is not None and isinstance(param.tensor, sharding.DTensor):
-            raise ValueError(
-                f"parameter {param.name} is sharded over ranks, so no replica of it exists to heal from: "
-                "regrow protects data-parallel models (DistributedDataParallel) and pipelines of whole stages. "
-                "FSDP and tensor parallelism, also within a stage, are not supported yet"
-            )
+    if registry.sharded:
+        _check_sharded(
+            registry, wait_free=wait_free, staged=staged
+        )  # goes back to snapshots: no update is ever taken back
+    else:
+        for optimizer in registry.optimizers.values():
+            undo.check_supported(optimizer)
     wrapped = [ddp for module in registry.modules.values() for ddp in find_ddp(module)]
     if any(ddp.static_graph for ddp in wrapped):
         # its first backward has a collective more, which a replacement would wait for alone
@@ -39,6 +34,22 @@ def check(registry: Registry, *, wait_free: bool, staged: bool) -> None:
         _check_wait_free(registry, wrapped)
         if staged:
             raise ValueError("protect(wait_free=True) is not supported together with stage= yet: use one or the other")
+
+
+def _check_sharded(registry: Registry, *, wait_free: bool, staged: bool) -> None:
+    for optimizer in registry.optimizers.values():
+        if is_zero(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):
+            raise ValueError(
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates while backward goes on, before a snapshot is "
+                "sure to be taken: leave it off"
+            )
+    if staged:
+        raise ValueError(
+            "protect(stage=...): the parameters are sharded over ranks. FSDP and tensor parallelism within a stage of "
+            "a pipeline are not supported yet: use pipelines of whole stages, or sharding without stage="
+        )
+    if wait_free:
+        raise ValueError("protect(wait_free=True) is for DistributedDataParallel: leave it out with sharded parameters")
 
 
 def _check_wait_free(registry: Registry, wrapped: list[DistributedDataParallel]) -> None:

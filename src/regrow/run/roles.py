@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from regrow.courier import Address
 
-_ROLE_BYTES = 256
+_ROLE_BYTES = 384
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class Roles:
     nonce: str
     addresses: list[Address]
     """Where each rank takes messages from others."""
+    hosts: list[dict[str, Any]]
+    """What each rank says of its host's memory."""
 
     @classmethod
-    def exchange(cls, stage: int | None, domain: str, address: Address = ("", 0)) -> Roles:
+    def exchange(
+        cls, stage: int | None, domain: str, address: Address = ("", 0), host: dict[str, Any] | None = None
+    ) -> Roles:
         """Tell everyone. A part of the set-up: a replacement is given what it gave the first time."""
         nonce = secrets.token_hex(8) if dist.get_rank() == 0 else ""
-        text = json.dumps([stage, domain, nonce, *address]).encode()
+        text = json.dumps([stage, domain, nonce, *address, host or {}]).encode()
         if len(text) > _ROLE_BYTES:
             raise ValueError(f"protect(stage={stage!r}): too long")
         mine = torch.zeros(_ROLE_BYTES, dtype=torch.uint8)
@@ -39,7 +44,8 @@ class Roles:
         stages = [row[0] for row in rows]
         if len({value is None for value in stages}) > 1:
             raise ValueError("some ranks gave protect(stage=...) and others did not: give it on all, or on none")
-        return cls(stages, [row[1] for row in rows], rows[0][2], [(row[3], row[4]) for row in rows])
+        addresses = [(row[3], row[4]) for row in rows]
+        return cls(stages, [row[1] for row in rows], rows[0][2], addresses, [row[5] for row in rows])
 
     def replicas(self, rank: int) -> list[int]:
         """Return the ranks of the same stage, this one included."""

@@ -25,13 +25,14 @@ from regrow.journal import Journal, Server
 from regrow.plan import Plan, Replay
 from regrow.run.commits import Checkpoints
 from regrow.run.contact import Contact
+from regrow.run.copies import Host
 from regrow.run.helping import BuildStage, Helper, Line
 from regrow.run.link import Link
 from regrow.run.meter import Meter, link_rate
 from regrow.run.roles import Roles
 from regrow.run.sharing import Sharing
 from regrow.run.transport import Transport
-from regrow.state import checkpoint
+from regrow.state import image
 from regrow.state.registry import Registry
 
 
@@ -46,6 +47,10 @@ class Place:
     scratch: Path
     journal_bytes: int
     replay_helpers: int | None
+    ranks_here: int
+    """How many ranks share this host's memory."""
+    host: Host | None
+    """Where snapshots of other hosts' ranks are kept; ``None``: there is but one host."""
 
     def domain(self, rank: int) -> str:
         """Return the name of what fails together with a rank of this node."""
@@ -257,7 +262,7 @@ class Stages:
         for contact in self.contacts:
             contact.abandon()
 
-    def first(self, small: checkpoint.Small) -> None:
+    def first(self, small: image.Small) -> None:
         """Write the first checkpoint; before that, while the disk is at rest, see how fast messages are."""
         rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
         before = (self._rank - 1) % self._world

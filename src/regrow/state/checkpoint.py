@@ -1,6 +1,6 @@
 """One rank's state on storage: taken at a step's start, written in the background, whole or not there.
 
-A file is a head with lengths and checksum, a JSON index, and raw bytes; nothing in it is unpickled. It is written under
+A file is a head with length and checksum of the index, the index, and the parts of an image. It is written under
 another name, flushed to the disk and then renamed. Parameters and optimizer state are first copied to memory that is
 kept for the next time, which is all that the training thread waits for.
 """
@@ -14,40 +14,21 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from regrow import testing
 from regrow.ids import Step
-from regrow.state import bundles
+from regrow.state import image
+from regrow.state.image import Damaged, Image, Small
 from regrow.state.registry import Registry
 
 _MAGIC = b"RGCK"
 _VERSION = 1
 _HEAD = struct.Struct("<4sHHQQ")  # magic, version, reserved, the index's length, the index's checksum
 _NAME = re.compile(r"step-(\d+)\.state")
-
-
-class DamagedCheckpoint(RuntimeError):
-    """A checkpoint is cut short or its checksum does not match; the message names it."""
-
-
-@dataclass(frozen=True)
-class Small:
-    """The part of the state that is not parameters: encoded by ``SmallState``, and the layouts of DDP's buckets."""
-
-    own: bytes
-    shared: bytes
-    large: list[torch.Tensor]
-    layouts: list[Any]
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Writer:
@@ -76,16 +57,7 @@ class Writer:
 
     def save(self, step: Step, small: Small) -> None:
         """Copy the state as it is now, and write it in the background."""
-        params = self._registry.params
-        tensors = [tensor for param in params for tensor in bundles.tensors_of(param)]
-        tensors += small.large
-        index: dict[str, Any] = {
-            "step": step,
-            "params": [bundles.describe(param) for param in params],
-            "tensors": [bundles.describe_tensor(tensor) for tensor in tensors],
-            "large": len(small.large),
-            "layouts": small.layouts,
-        }
+        index, tensors = image.take(self._registry, step, small)
         self._fill(tensors)
         arguments = (step, index, small.own, small.shared)
         self._thread = threading.Thread(target=self._write, args=arguments, name="regrow-checkpoint", daemon=True)
@@ -100,10 +72,10 @@ class Writer:
                 buffer.copy_(tensor)
 
     def _write(self, step: Step, index: dict[str, Any], own: bytes, shared: bytes) -> None:
-        parts: list[memoryview | bytes] = [own, shared, *map(_bytes, self._buffers)]
-        index["parts"] = [[len(part), xxhash.xxh3_64_intdigest(part)] for part in parts]
+        parts: list[memoryview | bytes] = [own, shared, *map(image.memory_of, self._buffers)]
+        index["parts"] = [[len(part), image.checksum(part)] for part in parts]
         text = json.dumps(index).encode()
-        head = _HEAD.pack(_MAGIC, _VERSION, 0, len(text), xxhash.xxh3_64_intdigest(text))
+        head = _HEAD.pack(_MAGIC, _VERSION, 0, len(text), image.checksum(text))
         path = self._directory / f"step-{step}.state"
         torn = path.with_suffix(".part")
         began = os.times().elapsed
@@ -161,55 +133,23 @@ def superseded(there: Sequence[Step], committed: Collection[Step], refused: Coll
     return [step for step in there if step not in needed and (step in refused or step < last)]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was read and found whole."""
-
-    step: Step
-    params: list[Any]
-    tensors: list[torch.Tensor]
-    small: Small
-
-    def install(self, registry: Registry) -> None:
-        """Make it the state of the parameters and their optimizers. The small state is the caller's."""
-        tensors = iter(self.tensors)
-        for param, entries in zip(registry.params, self.params, strict=True):
-            incoming = bundles.Incoming(param, entries, staged=False)
-            with torch.no_grad():
-                for tensor in incoming.tensors:
-                    tensor.copy_(next(tensors))
-            incoming.install()
-
-
-def read(directory: Path, step: Step) -> Saved:
-    """Read a checkpoint and check all of it; ``DamagedCheckpoint`` says what is wrong."""
+def read(directory: Path, step: Step) -> Image:
+    """Read a checkpoint and check all of it; ``Damaged`` says what is wrong."""
     path = directory / f"step-{step}.state"
     try:
         raw = memoryview(bytearray(path.read_bytes()))
     except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read: {error}") from None
+        raise Damaged(f"{path.name} cannot be read: {error}") from None
     if len(raw) < _HEAD.size:
-        raise DamagedCheckpoint(f"{path.name} is cut short: {len(raw)} bytes")
+        raise Damaged(f"{path.name} is cut short: {len(raw)} bytes")
     magic, version, _, length, digest = _HEAD.unpack_from(raw)
     text = raw[_HEAD.size : _HEAD.size + length]
-    if magic != _MAGIC or version != _VERSION or xxhash.xxh3_64_intdigest(text) != digest:
-        raise DamagedCheckpoint(f"{path.name} is damaged: its index does not match its checksum")
+    if magic != _MAGIC or version != _VERSION or image.checksum(text) != digest:
+        raise Damaged(f"{path.name} is damaged: its index does not match its checksum")
     index = json.loads(bytes(text))
     at = _HEAD.size + length
     parts = []
-    for number, (size, expected) in enumerate(index["parts"]):
-        part = raw[at : at + size]
+    for size, _ in index["parts"]:
+        parts.append(raw[at : at + size])
         at += size
-        if len(part) != size or xxhash.xxh3_64_intdigest(part) != expected:
-            raise DamagedCheckpoint(f"{path.name} is damaged: part {number} does not match its checksum")
-        parts.append(part)
-    own, shared, *rest = parts
-    tensors = []
-    for description, part in zip(index["tensors"], rest, strict=True):
-        tensor = bundles.allocate(description, torch.device("cpu"))
-        if tensor.numel():
-            _bytes(tensor)[:] = part
-        tensors.append(tensor)
-    split = len(tensors) - index["large"]
-    small = Small(bytes(own), bytes(shared), tensors[split:], index["layouts"])
-    return Saved(Step(index["step"]), index["params"], tensors[:split], small)
+    return image.assemble(index, parts, path.name)

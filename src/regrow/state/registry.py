@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from regrow.plan import Indices
-from regrow.state import codec
+from regrow.state import codec, shards
 
 
 @runtime_checkable
@@ -140,17 +140,26 @@ class Registry:
         """Return the size of parameters and optimizer state."""
         total = 0
         for param in self.params:
-            total += param.tensor.nbytes
+            total += shards.local(param.tensor).nbytes
             if param.optimizer is not None:
-                values = param.optimizer.state.get(param.tensor, {}).values()
-                total += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+                values = shards.state_of(param.optimizer).get(param.tensor, {}).values()
+                total += sum(shards.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
         return total
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts of the parameters."""
+        return any(shards.is_sharded(param.tensor) or shards.is_zero(param.optimizer) for param in self.params)
+
+    def place(self) -> str:
+        """Return a name for the parts that this rank holds: ranks of the same name are replicas of each other."""
+        return shards.place((param.tensor for param in self.params), self.optimizers.values())
 
     def checksum(self) -> int:
         """Return a sum over the parameters' memory, to tell replicas from ranks that train something else. Quick."""
         total = 0
         for param in self.params:
-            raw = param.tensor.detach().reshape(-1).view(torch.uint8)
+            raw = shards.local(param.tensor).reshape(-1).view(torch.uint8)
             whole = raw.numel() // 8 * 8
             total = total * 31 + int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
         return total & ((1 << 64) - 1)

@@ -1,0 +1,146 @@
+"""This rank's snapshots in other hosts' memory: who keeps them, how they get there, and how they are found again.
+
+Each host's agent has a keeper. Which of them keep a host's snapshots follows from the placement, which every rank
+computes from the same list of hosts. A keeper that cannot be reached costs a copy, not the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regrow.errors import PeerLost
+from regrow.ids import Rank, Step
+from regrow.peer.client import Client, Refused
+from regrow.peer.keeper import Address, kept
+from regrow.peer.memory import Buffer, Damaged, Layout
+from regrow.plan.placement import place
+
+Say = Callable[[str], None]
+Event = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the agent told of this host's keeper."""
+
+    node: int
+    keeper: Address
+    kept: Path
+    """Where it keeps other hosts' snapshots; they can be read from here by any process of the host."""
+    copies: int
+    """How many hosts are to keep each snapshot, this one included."""
+
+
+class Copies:
+    """Used by the thread that takes snapshots; ``resume`` and ``fetch`` by the one that trains. Any may ``sever``."""
+
+    def __init__(
+        self, rank: Rank, host: Host, token: str, *, superseded: Callable[[], bool], say: Say, event: Event
+    ) -> None:
+        self._rank = rank
+        self._host = host
+        self._token = token
+        self._superseded = superseded
+        self._say = say
+        self._event = event
+        self._addresses: dict[int, Address] = {}
+        self._clients: dict[int, Client] = {}
+        self._generation = 0
+        self.sent_bytes = 0
+        self.sending_s = 0.0
+
+    @property
+    def node(self) -> int:
+        """The host that this rank is on."""
+        return self._host.node
+
+    def envelope(self) -> dict[str, Any]:
+        """Return what others must know of this host."""
+        return {"node": self._host.node, "keeper": list(self._host.keeper)}
+
+    def kept(self) -> list[tuple[int, Step]]:
+        """Return whose snapshots, and of which steps, lie in this host's memory."""
+        return [(rank, step) for rank, shelf in kept(self._host.kept).items() for step in shelf.whole()]
+
+    def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
+        """All have said where their hosts keep snapshots."""
+        self._addresses = {envelope["node"]: _address(envelope["keeper"]) for envelope in envelopes}
+
+    def resume(self, generation: int, step: Step) -> int:
+        """A generation begins: find out who keeps this rank's snapshots now; return how many hosts do."""
+        self.sever()
+        for client in self._clients.values():
+            client.close()
+        self._generation = generation
+        nodes = sorted(self._addresses)
+        placement = place(len(nodes), min(self._host.copies, len(nodes)))
+        keepers = placement.keepers[nodes.index(self._host.node)]
+        self._clients = {nodes[keeper]: self._client(nodes[keeper]) for keeper in keepers[1:]}
+        for node, client in [*self._clients.items()]:
+            try:
+                client.drop_after(self._rank, step)
+            except (OSError, Refused, Damaged) as error:
+                self._give_up(node, error)
+        return len(self._clients) + 1
+
+    def _client(self, node: int) -> Client:
+        return Client(self._addresses[node], self._token, self._look)
+
+    def _look(self) -> None:
+        if self._superseded():
+            raise PeerLost("a new generation began while a snapshot was sent", generation=self._generation)
+
+    def put(self, buffer: Buffer, pace: Callable[[int], int] | None = None) -> None:
+        """Return when every keeper that can be reached has the snapshot whole."""
+        if not self._clients:
+            return
+        began = time.monotonic()
+        index, parts = buffer.read(f"the snapshot of rank {self._rank}")
+        layout = Layout.of([len(part) for part in parts])
+        for node, client in [*self._clients.items()]:
+            try:
+                client.put(self._rank, self._generation, buffer, layout, index, pace)
+                self.sent_bytes += sum(layout.sizes)
+            except (OSError, Refused, Damaged) as error:
+                self._look()  # it was woken by the end of the generation
+                self._give_up(node, error)
+        self.sending_s += time.monotonic() - began
+
+    def _give_up(self, node: int, error: Exception) -> None:
+        client = self._clients.pop(node)
+        client.close()
+        self._say(
+            f"host {node} does not keep this rank's snapshots any more ({error}): until the next generation "
+            f"{len(self._clients) + 1} of {self._host.copies} hosts do"
+        )
+        self._event("snapshot_copy_lost", node=node, why=str(error))
+
+    def fetch(self, step: Step, node: int, into: Buffer) -> None:
+        """Bring this rank's snapshot from a host that keeps it to this one; ``Damaged`` if it cannot be had."""
+        client = self._client(node)
+        try:
+            client.get(self._rank, step, into)
+        except (OSError, Refused) as error:
+            raise Damaged(
+                f"the snapshot of rank {self._rank} at step {step} cannot be had from host {node}: {error}"
+            ) from None
+        finally:
+            client.close()
+
+    def sever(self) -> None:
+        """Wake whoever sends."""
+        for client in [*self._clients.values()]:
+            client.end()
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        for client in self._clients.values():
+            client.close()
+
+
+def _address(value: Sequence[Any]) -> Address:
+    return str(value[0]), int(value[1])

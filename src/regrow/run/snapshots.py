@@ -1,0 +1,288 @@
+"""This rank's snapshots: its state at the start of every step, copied to the host's memory while the step computes.
+
+The copy begins with the step and must end before its update, which waits for it. Two buffers are enough, since a new
+snapshot is begun only when every rank has the one before it whole: so at any moment there is a step whose snapshot
+everyone has, and it is never overwritten. That all have it is learnt in the background (``gate``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from regrow import testing
+from regrow.courier import Address, Courier
+from regrow.errors import PeerLost
+from regrow.ids import Rank, Step
+from regrow.peer import memory
+from regrow.peer.memory import Layout, Shelf
+from regrow.plan.placement import check_memory
+from regrow.run import gate
+from regrow.run.copies import Copies
+from regrow.run.roles import Roles
+from regrow.state import image, shards
+from regrow.state.registry import Registry
+
+_LOOK_EVERY_S = 0.25
+_GATE_WITHIN = timedelta(days=7)
+"""Others may be slow; whether they make progress is the agents' to see, and the end of the generation ends the wait."""
+
+Say = Callable[[str], None]
+Event = Callable[..., None]
+
+
+@dataclass
+class _Task:
+    """One snapshot under way. The state must not change before ``copied``."""
+
+    step: Step
+    generation: int
+    small: image.Small
+    needed: bool = True
+    """Whether there is something to copy; else it is there already, and only the others are waited for."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    """Everyone has it, or the generation has ended."""
+    called_off: bool = False
+    error: BaseException | None = None
+
+
+class Snapshots:
+    """Takes, finds and reads them. ``superseded``: whether a newer generation has begun."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        world: int,
+        *,
+        shelf: Shelf,
+        courier: Courier,
+        copies: Copies | None,
+        registry: Registry,
+        ranks_here: int,
+        superseded: Callable[[], bool],
+        say: Say,
+        event: Event,
+    ) -> None:
+        """``ranks_here``: how many ranks keep their snapshots in this host's memory."""
+        self._ranks_here = ranks_here
+        self._rank = rank
+        self._world = world
+        self._shelf = shelf
+        self._courier = courier
+        self._copies = copies
+        self._registry = registry
+        self._superseded = superseded
+        self._say = say
+        self._event = event
+        self._task: _Task | None = None
+        self._before: _Task | None = None
+        self._generation = 0
+        self._bad: set[Step] = set()
+        self.waiting = False
+        """Whether an update waits for a copy right now."""
+        self._waited_s = 0.0
+        self._copy_s = 0.0
+        self._taken = 0
+        self._bytes = 0
+
+    # what there is ---------------------------------------------------------------------------------------------------
+
+    def holding(self) -> dict[str, Any]:
+        """Return what others must know of this rank's snapshots to make a plan."""
+        whole = sorted(step for step in self._shelf.whole() if step not in self._bad)
+        return {
+            "place": self._registry.place(),
+            "snapshots": tuple(whole),
+            "snapshot_bytes": self._bytes or self._registry.state_bytes(),
+            **({} if self._copies is None else {"node": self._copies.node, "kept": tuple(self._copies.kept())}),
+        }
+
+    def envelope(self) -> dict[str, Any]:
+        """Return where this rank hears from the others, and where its host keeps their snapshots."""
+        return {
+            "snapshots": list(self._courier.address),
+            **({} if self._copies is None else self._copies.envelope()),
+        }
+
+    def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
+        """All have said what they hold, and where: a snapshot may have to be had from another host."""
+        if self._copies is not None:
+            self._copies.heard(envelopes)
+
+    def read(self, step: Step, node: int | None = None) -> image.Image:
+        """Return a snapshot, in this host's memory; a damaged one is named, and not counted on again.
+
+        ``node``: the host that keeps it, if that is not this one.
+        """
+        name = f"the snapshot of rank {self._rank} at step {step}"
+        try:
+            if node is not None:
+                assert self._copies is not None
+                self._copies.fetch(step, node, self._shelf.next())
+            found = self._shelf.whole().get(step)
+            if found is None:
+                raise memory.Damaged(f"{name} is gone")
+            return image.assemble(*found.read(name), name)
+        except (memory.Damaged, image.Damaged) as error:
+            self._bad.add(step)
+            self._say(f"{error}; it is not used")
+            self._event("snapshot_damaged", step=step, why=str(error))
+            raise PeerLost(str(error)) from error
+
+    # generations -----------------------------------------------------------------------------------------------------
+
+    def sever(self, *, below: int) -> None:
+        """Generations before this one are over: wake whoever waits for the others. Quick."""
+        self._courier.sever(below=below)
+        if self._copies is not None:
+            self._copies.sever()
+
+    def abandon(self) -> None:
+        """The step was interrupted: let the copy end, since the state may change from now on."""
+        for task in (self._task, self._before):
+            if task is not None:
+                task.called_off = True
+        for task in (self._task, self._before):
+            if task is not None:
+                task.over.wait()  # it is woken by the end of its generation, and looks up between two tensors
+        self._task = self._before = None
+
+    def resume(self, generation: int, step: Step, envelopes: Sequence[dict[str, Any]]) -> None:
+        """All go on at this step: what was taken of later ones will be taken again."""
+        self._generation = generation
+        self._shelf.drop_after(step)
+        self._courier.resume(generation, [_address(envelope["snapshots"]) for envelope in envelopes])
+        if self._copies is not None:
+            self._copies.resume(generation, step)
+
+    def close(self) -> None:
+        """The run is over: say what snapshots have cost, and let go of what is under way."""
+        self._event(
+            "snapshots",
+            taken=self._taken,
+            bytes=self._bytes,
+            copy_s=self._copy_s / max(self._taken, 1),
+            waited_s=self._waited_s / max(self._taken, 1),
+        )
+        self._courier.close()
+        if self._copies is not None:
+            self._copies.sever()
+        self.abandon()
+        if self._copies is not None:
+            self._copies.close()
+
+    def first(self, generation: int, small: image.Small, roles: Roles) -> None:
+        """Take the first one, before anyone hears that the set-up is done: from then on it may be needed."""
+        self._generation = generation
+        self._shelf.remove()  # a run that starts again from its beginning finds what it left
+        keepers = 1
+        if self._copies is not None:
+            self._copies.heard(roles.hosts)
+            keepers = self._copies.resume(generation, Step(0))
+        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, self._shelf.room())
+        self._courier.resume(generation, roles.addresses)
+        self._copy(_Task(Step(0), generation, small))
+
+    # a step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step, small: image.Small) -> None:
+        """A step begins: take a snapshot of its start, in the background."""
+        task = _Task(step, self._generation, small)
+        if step in self._shelf.whole() and step not in self._bad:
+            task.needed = False  # a step that runs again
+            task.copied.set()
+        self._bad.discard(step)
+        self._before, self._task = self._task, task
+        threading.Thread(target=self._run, args=(task, self._before), name="regrow-snapshot", daemon=True).start()
+
+    def settle(self) -> None:
+        """The state is about to change: wait until the step's snapshot is taken."""
+        task = self._task
+        if task is None or (task.copied.is_set() and task.error is None):
+            return
+        began = time.monotonic()
+        self.waiting = True
+        try:
+            while not task.copied.wait(_LOOK_EVERY_S):
+                if self._superseded():
+                    raise PeerLost("a new generation began while a snapshot was taken", generation=task.generation)
+        finally:
+            self.waiting = False
+            self._waited_s += time.monotonic() - began
+        if task.error is not None:
+            raise task.error
+
+    # in the background -----------------------------------------------------------------------------------------------
+
+    def _run(self, task: _Task, before: _Task | None) -> None:
+        try:
+            if before is not None:
+                before.over.wait()  # ends with its generation at the latest
+                if before.error is not None:
+                    raise before.error
+            if task.needed:
+                self._copy(task)
+            task.copied.set()
+            testing.point("snapshot_taken", task.step)
+            if self._copies is not None:
+                self._copies.put(self._shelf.whole()[task.step])
+            gate.meet(self._courier, self._rank, self._world, str(task.step), 0.0, _GATE_WITHIN)
+        except PeerLost as lost:
+            task.error = lost
+        except Exception as error:  # noqa: BLE001 (raised by the step's update, which waits for this)
+            task.error = error
+        finally:
+            task.copied.set()
+            task.over.set()
+
+    def _copy(self, task: _Task) -> None:
+        began = time.monotonic()
+        index, tensors = image.take(self._registry, task.step, task.small)
+        small = [memoryview(task.small.own), memoryview(task.small.shared)]
+        layout = Layout.of([*(len(part) for part in small), *(tensor.nbytes for tensor in tensors)])
+        buffer = self._shelf.next()
+        places = buffer.open(layout)
+        half = len(places) // 2
+        sums = []
+        sources: list[torch.Tensor | memoryview] = [*small, *tensors]
+        for number, (place, source) in enumerate(zip(places, sources, strict=True)):
+            if task.called_off:
+                raise PeerLost("the step was interrupted while its snapshot was taken", generation=task.generation)
+            if number == half:
+                testing.point("snapshot_copy", task.step)
+            if len(place):
+                raw = torch.frombuffer(place, dtype=torch.uint8)
+                raw.copy_(_bytes_of(source))
+            sums.append([len(place), image.checksum(place)])
+        index["parts"] = sums
+        buffer.seal(layout, index)
+        self._bytes = sum(layout.sizes)
+        self._taken += 1
+        self._copy_s += time.monotonic() - began
+
+
+def expected_bytes(registry: Registry) -> int:
+    """Return how large this rank's state will be once every optimizer has made its first step."""
+    total = 0
+    tensors = {id(optimizer): shards.state_tensors(optimizer) for optimizer in registry.optimizers.values()}
+    for param in registry.params:
+        owned = param.optimizer is not None and shards.owns(param.optimizer, param.tensor)
+        total += shards.local(param.tensor).nbytes * (1 + (tensors[id(param.optimizer)] if owned else 0))
+    return max(total, registry.state_bytes())
+
+
+def _bytes_of(source: torch.Tensor | memoryview) -> torch.Tensor:
+    if isinstance(source, torch.Tensor):
+        return source.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return torch.frombuffer(bytearray(source), dtype=torch.uint8)
+
+
+def _address(value: Sequence[Any]) -> Address:
+    return str(value[0]), int(value[1])
