@@ -13,7 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from regrow.agent.store import Change, Entry, MemoryStore, StoreLost
+from regrow.agent.store import Change, Entry, Lease, LeaseLost, MemoryStore, StoreLost
 from regrow.wire import Frame, encode, read_frame
 
 _HELLO_DEADLINE_S = 10.0
@@ -104,19 +104,29 @@ class StoreServer:
         head, blob = frame
         reply: dict[str, Any] = {"type": "reply", "id": head["id"]}
         key = str(head["key"])
+        lease = None if head.get("lease") is None else self._store.lease(int(head["lease"]))
+        if lease is None and head.get("lease") is not None:
+            return encode(reply | {"lease_lost": True, "kept": False})
         match head["type"]:
             case "get":
                 entry = await self._store.get(key)
                 reply["version"] = None if entry is None else entry.version
                 return encode(reply, b"" if entry is None else entry.value)
             case "put":
-                reply["version"] = await self._store.put(key, blob)
+                reply["version"] = await self._store.put(key, blob, lease)
             case "compare_and_set":
-                reply["version"] = await self._store.compare_and_set(key, int(head["version"]), blob)
+                reply["version"] = await self._store.compare_and_set(key, int(head["version"]), blob, lease)
             case "delete":
                 reply["count"] = await self._store.delete(key, prefix=bool(head["prefix"]))
             case "keys":
                 reply["keys"] = await self._store.keys(key)
+            case "grant":
+                granted = await self._store.grant(float(head["ttl_s"]))
+                reply |= {"number": granted.number, "ttl_s": granted.ttl_s}
+            case "keep" if lease is not None:
+                reply["kept"] = await lease.keep()
+            case "revoke" if lease is not None:
+                await lease.revoke()
             case other:
                 raise ValueError(f"unknown request {other!r}")
         return encode(reply)
@@ -126,6 +136,23 @@ class StoreServer:
             head = {"type": "change", "id": number, "key": change.key, "version": change.version}
             head["deleted"] = change.value is None
             writer.write(encode(head, change.value or b""))
+
+
+class TcpLease:
+    """A ``Lease`` of the store in another agent. Whoever is cut off from it simply does not renew any more."""
+
+    def __init__(self, store: TcpStore, number: int, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.number = number
+        self._store = store
+
+    async def keep(self) -> bool:
+        """See ``Lease``."""
+        return await self._store.keep(self)
+
+    async def revoke(self) -> None:
+        """See ``Lease``."""
+        await self._store.revoke(self)
 
 
 class TcpStore:
@@ -212,13 +239,14 @@ class TcpStore:
         frame = await self._ask("get", key)
         return None if frame.head["version"] is None else Entry(frame.blob, frame.head["version"])
 
-    async def put(self, key: str, value: bytes) -> int:
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         """See ``ControlStore``."""
-        return int((await self._ask("put", key, value)).head["version"])
+        return int(_written(await self._ask("put", key, value, lease=_number(lease)))["version"])
 
-    async def compare_and_set(self, key: str, version: int, value: bytes) -> int | None:
+    async def compare_and_set(self, key: str, version: int, value: bytes, lease: Lease | None = None) -> int | None:
         """See ``ControlStore``."""
-        new: int | None = (await self._ask("compare_and_set", key, value, version=version)).head["version"]
+        frame = await self._ask("compare_and_set", key, value, version=version, lease=_number(lease))
+        new: int | None = _written(frame)["version"]
         return new
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
@@ -244,3 +272,34 @@ class TcpStore:
             del self._watches[number]
             if not self._lost:
                 self._writer.write(encode({"type": "unwatch", "id": number}))
+
+    # ------------------------------------------------------------------ leases
+
+    async def grant(self, ttl_s: float) -> TcpLease:
+        """See ``ControlStore``."""
+        if ttl_s <= 0:
+            raise ValueError(f"a lease needs a positive time to live, got {ttl_s}")
+        head = (await self._ask("grant", "", ttl_s=ttl_s)).head
+        return TcpLease(self, int(head["number"]), float(head["ttl_s"]))
+
+    async def keep(self, lease: TcpLease) -> bool:
+        """Renew a lease; False if it is over."""
+        return bool((await self._ask("keep", "", lease=lease.number)).head["kept"])
+
+    async def revoke(self, lease: TcpLease) -> None:
+        """End a lease; nothing happens if it is over."""
+        await self._ask("revoke", "", lease=lease.number)
+
+
+def _number(lease: Lease | None) -> int | None:
+    if lease is None:
+        return None
+    if not isinstance(lease, TcpLease):
+        raise LeaseLost("the lease is not of this store")
+    return lease.number
+
+
+def _written(answer: Frame) -> dict[str, Any]:
+    if answer.head.get("lease_lost"):
+        raise LeaseLost("the lease is over")
+    return answer.head
