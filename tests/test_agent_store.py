@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import socket
 import types
 
 import pytest
@@ -49,6 +50,10 @@ class ManualClock:
         self._fire(self.now)
 
 
+async def nothing(node, session):
+    pass
+
+
 @contextlib.asynccontextmanager
 async def memory():
     clock = ManualClock()
@@ -58,7 +63,7 @@ async def memory():
 @contextlib.asynccontextmanager
 async def tcp():
     clock = ManualClock()
-    server = StoreServer(MemoryStore(clock), TOKEN, lambda node: None)
+    server = StoreServer(MemoryStore(clock), TOKEN, nothing)
     port = await server.start("127.0.0.1", 0)
     store = await TcpStore.connect("127.0.0.1", port, TOKEN)
     try:
@@ -234,11 +239,9 @@ def test_leases_run_by_the_loops_clock():
 
 def test_lost_connection_wakes_everyone():
     async def check():
-        gone = []
-        server = StoreServer(MemoryStore(), TOKEN, gone.append)
+        server = StoreServer(MemoryStore(), TOKEN, nothing)
         port = await server.start("127.0.0.1", 0)
         store = await TcpStore.connect("127.0.0.1", port, TOKEN)
-        store.joined(3)
         await store.put("a", b"")
 
         async def watch():
@@ -252,14 +255,41 @@ def test_lost_connection_wakes_everyone():
             await asyncio.wait_for(task, 10)
         with pytest.raises(StoreLost):
             await store.get("a")
-        assert gone == [3]
+
+    asyncio.run(check())
+
+
+def test_only_a_connection_that_was_closed_tells_of_the_end_of_its_node():
+    async def check():
+        gone = []
+
+        async def ended(node, session):
+            gone.append((node, session))
+
+        server = StoreServer(MemoryStore(), TOKEN, ended)
+        port = await server.start("127.0.0.1", 0)
+        stores = [await TcpStore.connect("127.0.0.1", port, TOKEN) for _ in range(3)]
+        for node, store in enumerate(stores):
+            await store.joined(node, f"session {node}")
+            await store.put("a", b"")
+        await stores[0].close()  # it says goodbye
+        writers = [store._presence._writer for store in stores[1:]]
+        writers[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, *7 * [0]]))
+        writers[0].transport.abort()  # a reset, as by a router that forgot the connection
+        await asyncio.sleep(0.2)
+        assert gone == []
+        writers[1].close()  # as the kernel does when the process is killed
+        while not gone:
+            await asyncio.sleep(0.01)
+        await server.close()
+        assert gone == [(2, "session 2")]
 
     asyncio.run(check())
 
 
 def test_wrong_token_is_refused():
     async def check():
-        server = StoreServer(MemoryStore(), TOKEN, lambda node: None)
+        server = StoreServer(MemoryStore(), TOKEN, nothing)
         port = await server.start("127.0.0.1", 0)
         with pytest.raises(PermissionError):
             await TcpStore.connect("127.0.0.1", port, "guess")

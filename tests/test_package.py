@@ -14,7 +14,7 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
@@ -22,6 +22,7 @@ MAY_KNOW = {
     "events": set(),
     "slots": {"ids"},
     "lifeline": set(),
+    "fence": set(),
     "plan": {"ids", "errors"},
     "undo": {"errors", "optim"},
     "optim": set(),

@@ -56,7 +56,22 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=5.0,
         metavar="S",
-        help="A silent worker is dead after S seconds.",
+        help="A silent worker, or host, is dead after S seconds. Give the same on all hosts.",
+    )
+    ours.add_argument(
+        "--standby",
+        action="store_true",
+        help="This host holds no ranks at first; it takes over those of a host that is lost. The number of workers "
+        "stays what it was. With --nnodes MIN:MAX the world is made of the first MIN hosts, and hosts that come after "
+        "them, up to MAX in all, are standbys without this flag.",
+    )
+    ours.add_argument(
+        "--slots",
+        type=int,
+        default=None,
+        metavar="N",
+        help="How many workers this host can hold at most, if it has to take over some of a lost host's "
+        "(default: --nproc-per-node).",
     )
     ours.add_argument(
         "--stuck-after",
@@ -121,15 +136,16 @@ def parse(argv: list[str]) -> RunOptions:
 
 
 def _options(args: argparse.Namespace) -> RunOptions:
-    nnodes = _nnodes(args.nnodes)
+    nnodes, most = _nnodes(args.nnodes)
+    several = most > 1 or args.standby
     if args.rdzv_backend not in ("static", "c10d"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: static and c10d are")
     try:
         nproc = determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--nproc-per-node: {error}") from None
-    if args.standalone and nnodes > 1:
-        raise ValueError(f"--standalone is for one node, got --nnodes {args.nnodes}")
+    if args.standalone and several:
+        raise ValueError(f"--standalone is for one node, got {'--standby' if most == 1 else f'--nnodes {args.nnodes}'}")
     try:
         conf = _parse_rendezvous_config(args.rdzv_conf)
         join_timeout_s = float(conf.pop("join_timeout", 300.0))
@@ -146,12 +162,15 @@ def _options(args: argparse.Namespace) -> RunOptions:
     command = _command(args)
     options = RunOptions(
         command=command,
-        token=_token(args, nnodes),
+        token=_token(args, several=several),
         log_dir=Path(),
         nproc=nproc,
+        max_slots=args.slots,
         nnodes=nnodes,
+        max_nodes=most,
+        standby=args.standby,
         node_rank=None if node_rank is None else int(node_rank),
-        endpoint=_endpoint(args) if nnodes > 1 else None,
+        endpoint=_endpoint(args) if several else None,
         join_timeout_s=join_timeout_s,
         run_id="" if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
         role=args.role,
@@ -175,15 +194,12 @@ def _options(args: argparse.Namespace) -> RunOptions:
     return replace(options, log_dir=_log_dir(args.log_dir))  # made last: nothing is left behind by a wrong command line
 
 
-def _nnodes(text: str) -> int:
+def _nnodes(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     try:
-        fewest, most = int(low), int(high or low)
+        return int(low), int(high or low)
     except ValueError:
         raise ValueError(f"--nnodes must be N or MIN:MAX, got {text!r}") from None
-    if fewest != most:
-        raise ValueError(f"--nnodes {text}: the number of nodes cannot change during a run, give MIN equal to MAX")
-    return fewest
 
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:
@@ -202,7 +218,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
     return (python, "-u", script, *rest)
 
 
-def _token(args: argparse.Namespace, nnodes: int) -> str:
+def _token(args: argparse.Namespace, *, several: bool) -> str:
     if args.token_file is not None:
         token = Path(args.token_file).read_text(encoding="utf-8").strip()
         if not token:
@@ -211,7 +227,7 @@ def _token(args: argparse.Namespace, nnodes: int) -> str:
     token = os.environ.get("REGROW_TOKEN", "")
     if token:
         return token
-    if nnodes > 1:
+    if several:
         raise ValueError(
             "with more than one node every agent needs the same secret: set REGROW_TOKEN or give --token-file"
         )

@@ -21,6 +21,11 @@ class RunOptions:
     log_dir: Path
     nproc: int = 1
     nnodes: int = 1
+    """How many hosts the world is made of."""
+    max_nodes: int | None = None
+    """How many hosts may be there without ``standby``; those that are more wait for a loss."""
+    standby: bool = False
+    max_slots: int | None = None
     node_rank: int | None = None
     endpoint: tuple[str, int] | None = None
     join_timeout_s: float = 300.0
@@ -49,8 +54,14 @@ class RunOptions:
             raise ValueError(f"--nproc-per-node must be at least 1, got {self.nproc}")
         if self.nnodes < 1:
             raise ValueError(f"--nnodes must be at least 1, got {self.nnodes}")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
+        if self.most_nodes < self.nnodes:
+            raise ValueError(f"--nnodes MIN:MAX: MAX is less than MIN, got {self.nnodes}:{self.most_nodes}")
+        if self.slots < self.nproc:
+            raise ValueError(f"--slots {self.slots} is less than --nproc-per-node {self.nproc}")
+        if self.standby and self.node_rank is not None:
+            raise ValueError("--standby and --node-rank cannot be used together: a standby is given its number")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.most_nodes:
+            raise ValueError(f"--node-rank must lie between 0 and {self.most_nodes - 1}, got {self.node_rank}")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts must not be negative, got {self.max_restarts}")
         if self.spares < 0:
@@ -70,3 +81,18 @@ class RunOptions:
             raise ValueError(f"join_timeout must be a positive number of seconds, got {self.join_timeout_s}")
         if self.run_id and not re.fullmatch(r"[\w.:@+-]{1,100}", self.run_id):
             raise ValueError(f"--rdzv-id may hold letters, digits and . : @ + _ - only, got {self.run_id!r}")
+
+    @property
+    def most_nodes(self) -> int:
+        """How many hosts may be there without ``standby``."""
+        return self.nnodes if self.max_nodes is None else self.max_nodes
+
+    @property
+    def slots(self) -> int:
+        """How many ranks this host can hold at most."""
+        return self.nproc if self.max_slots is None else self.max_slots
+
+    @property
+    def alone(self) -> bool:
+        """No other host can ever be there."""
+        return self.most_nodes == 1 and not self.standby

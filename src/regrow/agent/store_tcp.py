@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from regrow.agent.store import Change, Entry, Lease, LeaseLost, MemoryStore, StoreLost
@@ -34,12 +34,16 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 class StoreServer:
-    """Serves a ``MemoryStore``. ``on_gone(node)`` is called when a node that had joined goes without saying goodbye."""
+    """Serves a ``MemoryStore``. ``on_ended(node, session)`` is called when the process of a node that had joined ends.
 
-    def __init__(self, store: MemoryStore, token: str, on_gone: Callable[[int], None]) -> None:
+    That it has ended is certain only if it closed the connection, or the kernel did for it. A connection that broke
+    otherwise says nothing: the node may be cut off, and its lease decides.
+    """
+
+    def __init__(self, store: MemoryStore, token: str, on_ended: Callable[[int, str], Awaitable[None]]) -> None:
         self._store = store
         self._token = token
-        self._on_gone = on_gone
+        self._on_ended = on_ended
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
@@ -67,7 +71,8 @@ class StoreServer:
         self._clients.add(task)
         keep_alive(writer)
         watches: dict[int, asyncio.Task[None]] = {}
-        node: int | None = None
+        joined: tuple[int, str] | None = None
+        ended = False
         try:
             hello = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
             if hello["type"] != "hello" or not token_matches(hello.get("token"), self._token):
@@ -78,9 +83,9 @@ class StoreServer:
                 frame = await read_frame(reader)
                 match frame.head["type"]:
                     case "joined":
-                        node = int(frame.head["node"])
+                        joined = int(frame.head["node"]), str(frame.head["session"])
                     case "goodbye":
-                        node = None
+                        joined = None
                     case "watch":
                         number = int(frame.head["id"])
                         watches[number] = asyncio.create_task(self._feed(writer, number, str(frame.head["prefix"])))
@@ -90,15 +95,17 @@ class StoreServer:
                     case _:
                         writer.write(await self._answer(frame))
                         await writer.drain()
-        except (EOFError, OSError, TimeoutError, KeyError, ValueError, asyncio.CancelledError):
+        except (EOFError, BrokenPipeError):
+            ended = True  # the kernel says that the pipe is broken if it was reset after it had been closed
+        except (OSError, TimeoutError, KeyError, ValueError, asyncio.CancelledError):
             pass  # whatever a client does wrong or however it goes, its connection ends and that is all
         finally:
             self._clients.discard(task)
             for feed in watches.values():
                 feed.cancel()
             writer.close()
-            if node is not None:
-                self._on_gone(node)
+            if joined is not None and ended:
+                await self._on_ended(*joined)
 
     async def _answer(self, frame: Frame) -> bytes:
         head, blob = frame
@@ -158,8 +165,12 @@ class TcpLease:
 class TcpStore:
     """A ``ControlStore`` that lives in another agent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: tuple[str, int, str]
+    ) -> None:
         self._writer = writer
+        self._address = address
+        self._presence: TcpStore | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Frame]] = {}
         self._watches: dict[int, asyncio.Queue[Change | None]] = {}
@@ -183,19 +194,27 @@ class TcpStore:
         if answer.head["type"] != "welcome":
             writer.close()
             raise PermissionError(str(answer.head.get("error", "it is not a regrow agent")))
-        return cls(reader, writer)
+        return cls(reader, writer, (host, port, token))
 
     @property
     def local_address(self) -> str:
         """The address of this host that the store's host can reach."""
         return str(self._writer.get_extra_info("sockname")[0])
 
-    def joined(self, node: int) -> None:
-        """From now on the server reports it if this connection breaks."""
-        self._writer.write(encode({"type": "joined", "node": node}))
+    async def joined(self, node: int, session: str) -> None:
+        """From now on the server takes the end of this process for the end of the node's session.
+
+        It is told by a connection of its own, on which the server sends nothing: one that is closed while something in
+        it is unread would be reset, which proves nothing. ``OSError`` if it cannot be made.
+        """
+        if self._presence is None or self._presence._lost:
+            self._presence = await TcpStore.connect(*self._address)
+        self._presence._writer.write(encode({"type": "joined", "node": node, "session": session}))
 
     async def close(self) -> None:
         """Say goodbye and disconnect."""
+        if self._presence is not None:
+            await self._presence.close()
         with contextlib.suppress(OSError):
             self._writer.write(encode({"type": "goodbye"}))
             await self._writer.drain()
