@@ -12,18 +12,19 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from regrow.agent.options import RunOptions, StartError
+from regrow.agent.places import RUN_KEY, Places
+from regrow.agent.places import WORLD_KEY as WORLD_KEY
 from regrow.agent.store import ControlStore, MemoryStore, StoreLost
+from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
 from regrow.agent.world import World
 
 _RETRY_S = 0.2
-WORLD_KEY = "world"
-RUN_KEY = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Site:
     host_addr: str
     master_addr: str
     master_port: int
+    leave: Callable[[], Awaitable[None]] | None = None
+    """Lets go of a store that this agent does not host."""
 
     @property
     def world_size(self) -> int:
@@ -56,6 +59,8 @@ async def join(options: RunOptions, on_node_gone: Callable[[int], None]) -> Site
     server: StoreServer | None = None
     store: ControlStore
     host_addr = options.host_addr
+    if options.store:
+        return await _meet(options, on_node_gone)
     if options.nnodes == 1:
         store, host_addr = MemoryStore(), host_addr or "127.0.0.1"
         if options.master_port is not None:
@@ -95,6 +100,47 @@ async def join(options: RunOptions, on_node_gone: Callable[[int], None]) -> Site
     except BaseException:
         await client.close()
         raise
+
+
+async def _meet(options: RunOptions, on_node_gone: Callable[[int], None]) -> Site:
+    """Every node alike: the store is etcd's, and no node's."""
+    options = options if options.run_id else replace(options, run_id=uuid.uuid4().hex[:12])
+    store = EtcdStore(options.store, f"/regrow/{options.run_id}/", options.store_timeout_s)
+    places = Places(options, store, options.store_timeout_s, on_node_gone)
+
+    async def leave() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if places.cut_off else options.store_timeout_s):
+                await places.leave()
+                await store.close()
+        store.disconnect()  # if it came to nothing else: leases end by themselves
+
+    try:
+        await _reached(store, options)
+        port = options.master_port if options.master_port is not None else _free_port()
+        host_addr = options.host_addr or store.local_address
+        node, run = await places.gather(host_addr, port)
+        return _site(store, None, node, host_addr, run, leave)
+    except StoreLost as error:
+        await leave()
+        raise StartError(str(error)) from None
+    except BaseException:
+        await leave()
+        raise
+
+
+async def _reached(store: EtcdStore, options: RunOptions) -> None:
+    """Wait until etcd answers: it may be started together with the job."""
+    deadline = time.monotonic() + options.join_timeout_s
+    while True:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await store.get(RUN_KEY)
+            return
+        except (StoreLost, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                why = str(error) or "no answer"
+                raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
 
 
 async def _lead(options: RunOptions, store: ControlStore, server: StoreServer | None, host_addr: str) -> Site:
@@ -167,11 +213,18 @@ async def _follow(options: RunOptions, client: TcpStore, host_addr: str) -> Site
                 run = json.loads(change.value)
                 if "error" in run:
                     raise StartError(str(run["error"]))
-                return _site(client, None, node, host_addr, run)
+                return _site(client, None, node, host_addr, run, client.close)
     raise StoreLost("the watch ended")
 
 
-def _site(store: ControlStore, server: StoreServer | None, node: int, host_addr: str, run: dict[str, Any]) -> Site:
+def _site(
+    store: ControlStore,
+    server: StoreServer | None,
+    node: int,
+    host_addr: str,
+    run: dict[str, Any],
+    leave: Callable[[], Awaitable[None]] | None = None,
+) -> Site:
     return Site(
         store=store,
         server=server,
@@ -181,6 +234,7 @@ def _site(store: ControlStore, server: StoreServer | None, node: int, host_addr:
         host_addr=host_addr,
         master_addr=run["master_addr"],
         master_port=run["master_port"],
+        leave=leave,
     )
 
 
