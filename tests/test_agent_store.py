@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import socket
 import types
+import uuid
 
 import pytest
 
 from regrow.agent import kv
 from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
+from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
 from regrow.wire import Frame
 
@@ -73,13 +76,27 @@ async def tcp():
         await server.close()
 
 
-@pytest.fixture(params=[memory, tcp], ids=["memory", "tcp"])
+@contextlib.asynccontextmanager
+async def in_etcd(cluster):
+    store = EtcdStore(cluster.endpoints, f"/test/{uuid.uuid4().hex}/", timeout_s=12)
+    try:
+        yield store, asyncio.sleep
+    finally:
+        await store.delete("", prefix=True)
+        await store.close()
+
+
+@pytest.fixture(params=["memory", "tcp", "etcd"])
 def run(request):
     """Run a coroutine function with a store of each kind, under a deadline; it may ask for time to pass, too."""
+    if request.param == "etcd":
+        make = functools.partial(in_etcd, request.getfixturevalue("etcd"))
+    else:
+        make = {"memory": memory, "tcp": tcp}[request.param]
 
     def runner(test):
         async def main():
-            async with asyncio.timeout(20), request.param() as (store, passes):
+            async with asyncio.timeout(20), make() as (store, passes):
                 await (test(store, passes) if len(inspect.signature(test).parameters) == 2 else test(store))
 
         asyncio.run(main())

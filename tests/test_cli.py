@@ -53,6 +53,13 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
         (["--start-method", "fork", SCRIPT], "--start-method fork is not supported: forkserver and spawn are"),
         (["--log-dir", SCRIPT, SCRIPT], "is not a directory"),
         (["--nnodes", "2", "--rdzv-endpoint", "host:0", SCRIPT], "--rdzv-endpoint must be HOST:PORT"),
+        (["--store", "redis://a:1", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://a:x", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://u:p@a:1", SCRIPT], "--store with a user and password is not supported yet"),
+        (["--store", "etcds://a:1", SCRIPT], "--store etcds:// is not supported yet"),
+        (["--store-timeout", "1", SCRIPT], "--store-timeout must be at least 2 seconds"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--store", "etcd://a:1", SCRIPT], "needs --rdzv-id, the same"),
     ],
 )
 def test_wrong_command_lines(words, sentence, capsys, monkeypatch, tmp_path):
@@ -116,6 +123,12 @@ def test_several_nodes(tmp_path, monkeypatch):
     secret.write_text("from a file\n")
     assert parse(tmp_path, f"--token-file={secret}", SCRIPT).token == "from a file"
     assert parse(tmp_path, "--interface=lo", SCRIPT).host_addr == "127.0.0.1"
+
+
+def test_store(tmp_path):
+    assert parse(tmp_path, SCRIPT).store == ()
+    options = parse(tmp_path, "--store", "etcd://a:1,b,[::1]:3", "--store-timeout", "4", SCRIPT)
+    assert (options.store, options.store_timeout_s) == ((("a", 1), ("b", 2379), ("::1", 3)), 4.0)
 
 
 def test_help(capsys):

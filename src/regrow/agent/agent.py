@@ -24,7 +24,6 @@ from regrow.agent.membership import decide
 from regrow.agent.options import RunOptions, StartError
 from regrow.agent.seats import CannotReturn, Site
 from regrow.agent.store import LeaseLost, StoreLost
-from regrow.agent.store_tcp import TcpStore
 from regrow.agent.voice import Voice, say
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
@@ -115,8 +114,8 @@ class Agent:
     async def _leave(self) -> None:
         """Let go of the store; node 0 stays until the others have learnt how it ended."""
         await self._site.tenure.close()
-        if isinstance(self._site.store, TcpStore):
-            await self._site.store.close()
+        if self._site.leave is not None:
+            await self._site.leave()
         elif self._site.server is not None:
             await self._site.server.drain(0.0 if self._hurry.is_set() else self._options.grace_s + 5.0)
             await self._site.server.close()

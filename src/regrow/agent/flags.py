@@ -37,6 +37,7 @@ _REFUSED = {
 _DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5, "start_method": "forkserver"}
 _C10D_PORT = 29400
 _STATIC_PORT = 29500
+_ETCD_PORT = 2379
 _SIOCGIFADDR = 0x8915
 
 
@@ -80,6 +81,20 @@ def parser() -> argparse.ArgumentParser:
         default=600.0,
         metavar="S",
         help="A worker that makes no progress, though it does not wait for others, is replaced after S seconds.",
+    )
+    ours.add_argument(
+        "--store",
+        default="",
+        metavar="URL",
+        help="etcd://HOST:PORT,HOST:PORT,...: keep the run's membership in etcd instead of in the first agent.",
+    )
+    ours.add_argument(
+        "--store-timeout",
+        "--store_timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="With --store: so long a request may take, while etcd chooses another leader for instance.",
     )
     ours.add_argument("--host-addr", "--host_addr", metavar="ADDR", help="Address at which other hosts reach this one.")
     ours.add_argument("--interface", metavar="NAME", help="Network interface whose address other hosts can reach.")
@@ -171,6 +186,8 @@ def _options(args: argparse.Namespace) -> RunOptions:
         standby=args.standby,
         node_rank=None if node_rank is None else int(node_rank),
         endpoint=_endpoint(args) if several else None,
+        store=_store(args.store),
+        store_timeout_s=args.store_timeout,
         join_timeout_s=join_timeout_s,
         run_id="" if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
         role=args.role,
@@ -242,6 +259,28 @@ def _log_dir(given: str | None) -> Path:
         raise ValueError(f"--log-dir {given} is not a directory")
     path.mkdir(parents=True, exist_ok=True)
     return path.absolute()
+
+
+def _store(url: str) -> tuple[tuple[str, int], ...]:
+    if not url:
+        return ()
+    scheme, _, members = url.partition("://")
+    if scheme == "etcds":
+        raise ValueError("--store etcds:// is not supported yet: use etcd:// in a network that you trust")
+    if scheme != "etcd" or not members:
+        raise ValueError(f"--store must be etcd://HOST:PORT,HOST:PORT,..., got {url!r}")
+    if "@" in members:
+        raise ValueError("--store with a user and password is not supported yet: use an etcd without authentication")
+    return tuple(_host_port(member, _ETCD_PORT, url) for member in members.rstrip("/").split(","))
+
+
+def _host_port(text: str, default: int, url: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(default)
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"--store must be etcd://HOST:PORT,HOST:PORT,..., got {url!r}")
+    return host.strip("[]"), int(port)
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:

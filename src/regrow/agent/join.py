@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 
 from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.options import RunOptions, StartError
+from regrow.agent.remains import begun, clear, forget_the_last
 from regrow.agent.seats import CannotReturn, Site, follow, lead, retake, take
 from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
+from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
 from regrow.agent.tenure import Tenure
 
@@ -27,6 +32,8 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
 
     Where this agent hosts the store, ``departed(session)`` is called when the process of another has ended.
     """
+    if options.store:
+        return await _meet(options)
     if options.alone:
         if options.master_port is not None:
             _check_port("", options.master_port)
@@ -74,6 +81,59 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
         raise
 
 
+async def _meet(options: RunOptions) -> Site:
+    """Every node alike: the store is etcd's, and no node's."""
+    options = options if options.run_id else replace(options, run_id=uuid.uuid4().hex[:12])
+    store = EtcdStore(options.store, f"/regrow/{options.run_id}/", options.store_timeout_s)
+    tenure: Tenure | None = None
+
+    async def leave() -> None:
+        try:
+            async with asyncio.timeout(options.store_timeout_s):
+                with contextlib.suppress(StoreLost, LeaseLost):
+                    await clear(store, options.dead_after_s)
+                await store.close()
+        except TimeoutError:
+            store.disconnect()  # the leases end by themselves
+
+    try:
+        await _reached(store, options)
+        async with asyncio.timeout(options.join_timeout_s):
+            await forget_the_last(store, options.dead_after_s)
+        host_addr = options.host_addr or store.local_address
+        tenure = await Tenure.begin(store, options.dead_after_s)
+        node, session = await take(options, store, tenure, host_addr)
+        if node == 0 and not await begun(store):
+            site = await lead(options, store, None, tenure, host_addr, session)
+        else:
+            async with asyncio.timeout(options.join_timeout_s):
+                site = await follow(store, tenure, node, session, host_addr)
+        return replace(site, leave=leave)
+    except BaseException as error:
+        if tenure is not None:
+            await tenure.close()
+        await leave()
+        if isinstance(error, TimeoutError):
+            raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
+        if isinstance(error, StoreLost | LeaseLost):
+            raise StartError(str(error)) from None
+        raise
+
+
+async def _reached(store: EtcdStore, options: RunOptions) -> None:
+    """Wait until etcd answers: it may be started together with the job."""
+    deadline = time.monotonic() + options.join_timeout_s
+    while True:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await begun(store)
+            return
+        except (StoreLost, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                why = str(error) or "no answer"
+                raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
+
+
 async def _own(options: RunOptions, store: MemoryStore, host_addr: str) -> str:
     """As the host of the store: it has the first place and leads, and needs no lease for either."""
     _, session = await take(options, store, Tenure.unlimited(), host_addr)
@@ -86,7 +146,7 @@ async def _enter(options: RunOptions, client: TcpStore, host_addr: str) -> Site:
     try:
         node, session = await take(options, client, tenure, host_addr)
         await client.joined(node, session)
-        return await follow(client, tenure, node, session, host_addr)
+        return replace(await follow(client, tenure, node, session, host_addr), leave=client.close)
     except BaseException:
         await tenure.close()
         raise
@@ -120,7 +180,7 @@ async def rejoin(options: RunOptions, site: Site) -> Site:
     except BaseException:
         await site.tenure.close()  # or the next try would find the place taken
         raise
-    return site
+    return replace(site, leave=site.store.close)
 
 
 async def _connect(options: RunOptions, host: str, port: int, deadline: float) -> TcpStore:

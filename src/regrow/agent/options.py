@@ -28,6 +28,10 @@ class RunOptions:
     max_slots: int | None = None
     node_rank: int | None = None
     endpoint: tuple[str, int] | None = None
+    store: tuple[tuple[str, int], ...] = ()
+    """The members of the etcd cluster to use; none: the first agent hosts the store."""
+    store_timeout_s: float = 10.0
+    """So long may the store be away, and so long a node without the others taking it for lost."""
     join_timeout_s: float = 300.0
     run_id: str = ""
     role: str = "default"
@@ -71,6 +75,10 @@ class RunOptions:
                 raise ValueError(f"{flag} must be a positive number of seconds, got {seconds}")
         if self.stuck_after_s < self.dead_after_s:
             raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
+        if not (math.isfinite(self.store_timeout_s) and self.store_timeout_s >= 2):
+            raise ValueError(f"--store-timeout must be at least 2 seconds, got {self.store_timeout_s}")
+        if self.store and not self.alone and not self.run_id:
+            raise ValueError("--store with several nodes needs --rdzv-id, the same on all: it names the run's keys")
         if self.journal_mb < 1:
             raise ValueError(f"--journal-memory must be at least 1 MB, got {self.journal_mb}")
         if not re.fullmatch(r"host|rank|\d+(-\d+)?(,\d+(-\d+)?)*", self.failure_domain):

@@ -12,18 +12,18 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from regrow.agent.leader import HOSTS, WORLD_KEY
 from regrow.agent.options import RunOptions, StartError
-from regrow.agent.store import ControlStore, StoreLost
+from regrow.agent.remains import RUN_KEY, STARTING, begun, wipe
+from regrow.agent.store import ControlStore, LeaseLost, StoreLost
 from regrow.agent.store_tcp import StoreServer
 from regrow.agent.tenure import Tenure
 from regrow.agent.world import Node, World
 
-RUN_KEY = "run"
 _POLL_S = 0.2
 
 
@@ -42,6 +42,8 @@ class Site:
     host_addr: str
     master_addr: str
     master_port: int
+    leave: Callable[[], Awaitable[None]] | None = None
+    """Lets go of a store that this agent does not host."""
 
     @property
     def world_size(self) -> int:
@@ -59,8 +61,7 @@ async def take(options: RunOptions, store: ControlStore, tenure: Tenure, host_ad
     info = _info(options, session, host_addr)
     until = time.monotonic() + options.dead_after_s + 2 * _POLL_S  # by then a predecessor that is gone is forgotten
     while True:
-        begun = await store.get(RUN_KEY) is not None
-        for node in await _candidates(options, store, begun=begun):
+        for node in await _candidates(options, store, begun=await begun(store)):
             if await store.compare_and_set(f"{HOSTS}{node}", 0, info, tenure.lease) is not None:
                 return node, session
         if time.monotonic() > until:
@@ -96,6 +97,9 @@ async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
         raise CannotReturn("the run that this node took part in is no longer there")
     key, session = f"{HOSTS}{site.node}", uuid.uuid4().hex
     info = _info(options, session, site.host_addr)
+    if site.tenure.lease is not None:
+        with contextlib.suppress(StoreLost, LeaseLost):  # or it may lead, without anybody who does, until it expires
+            await site.tenure.lease.revoke()
     tenure = await Tenure.begin(store, options.dead_after_s)
     try:
         place = await store.get(key)
@@ -124,12 +128,16 @@ async def lead(
     session: str,
 ) -> Site:
     """As the first node: wait for the others, then say what the run looks like."""
-    nodes = await _gather(options, store, server)
+    nodes = await _gather(options, store, server, tenure)
     odd = [node for node, info in nodes.items() if info["nnodes"] != options.nnodes]
     if odd:
         other = nodes[odd[0]]["nnodes"]
         sentence = f"node {odd[0]} was started with --nnodes {other}, node 0 with {options.nnodes}"
-        await _call_off(store, server, sentence)
+        await _call_off(store, server, tenure, sentence)
+    starting = await store.compare_and_set(RUN_KEY, 0, STARTING, tenure.lease)
+    if starting is None:  # its lease had ended meanwhile, and another began the run, or called it off
+        return await follow(store, tenure, 0, session, host_addr)
+    await wipe(store, tenure.lease)
     members = [nodes[node] for node in range(options.nnodes)]
     run: dict[str, Any] = {
         "run_id": options.run_id or uuid.uuid4().hex[:12],
@@ -140,11 +148,14 @@ async def lead(
     }
     hosts = [Node(info["session"], info["slots"]) for info in members]
     await store.put(WORLD_KEY, World.first(run["nprocs"], options.max_restarts, time.time(), hosts).dumps())
-    await store.put(RUN_KEY, json.dumps(run).encode())
+    if await store.compare_and_set(RUN_KEY, starting, json.dumps(run).encode()) is None:
+        raise LeaseLost("the lease is over")
     return _site(run, store, server, tenure, 0, session, host_addr)
 
 
-async def _gather(options: RunOptions, store: ControlStore, server: StoreServer | None) -> dict[int, dict[str, Any]]:
+async def _gather(
+    options: RunOptions, store: ControlStore, server: StoreServer | None, tenure: Tenure
+) -> dict[int, dict[str, Any]]:
     """Return what the nodes of the run tell of themselves, once all are there."""
     nodes: dict[int, dict[str, Any]] = {}
     try:
@@ -161,12 +172,13 @@ async def _gather(options: RunOptions, store: ControlStore, server: StoreServer 
     except TimeoutError:
         missing = ", ".join(str(node) for node in range(options.nnodes) if node not in nodes)
         sentence = f"only {len(nodes)} of {options.nnodes} nodes joined within {options.join_timeout_s:g} s"
-        await _call_off(store, server, f"{sentence} (missing: node {missing})")
+        await _call_off(store, server, tenure, f"{sentence} (missing: node {missing})")
     return nodes
 
 
-async def _call_off(store: ControlStore, server: StoreServer | None, sentence: str) -> None:
-    await store.put(RUN_KEY, json.dumps({"error": sentence}).encode())
+async def _call_off(store: ControlStore, server: StoreServer | None, tenure: Tenure, sentence: str) -> None:
+    """Tell those who wait. It hangs on the lease, so that it is not in the way of the next run."""
+    await store.compare_and_set(RUN_KEY, 0, json.dumps({"error": sentence}).encode(), tenure.lease)
     if server is not None:
         await server.drain(1.0)
     raise StartError(sentence)
@@ -193,7 +205,8 @@ async def _run(store: ControlStore) -> dict[str, Any]:
         async for change in changes:
             if change.key == RUN_KEY and change.value is not None:
                 run: dict[str, Any] = json.loads(change.value)
-                return run
+                if "birth" in run or "error" in run:
+                    return run
     raise StoreLost("the watch ended")
 
 
