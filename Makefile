@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check test test-all demo demo-pipeline bench bench-pipeline chaos format clean
+.PHONY: setup system check test test-all demo demo-pipeline bench bench-pipeline chaos format clean
 
 setup: $(READY)
 
@@ -15,16 +15,20 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
+# what the tests need besides Python packages
+system:
+	sh tests/install_etcd.sh
+
 check: setup
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
 # a file's tests stay together: they share undisturbed runs
-test: setup
+test: setup system
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12
 
-test-all: setup
+test-all: setup system
 	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q -n 2 --durations 12
 
 demo: setup

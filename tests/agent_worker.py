@@ -21,7 +21,7 @@ rank = incarnation = None
 
 
 def note(what, **fields):
-    line = {"what": what, "rank": rank, "incarnation": incarnation, "pid": os.getpid(), **fields}
+    line = {"what": what, "rank": rank, "incarnation": incarnation, "pid": os.getpid(), "t": time.time(), **fields}
     with (notes / "notes.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -120,8 +120,11 @@ if (action := actions.get(f"{rank}/{incarnation}@-1")) is not None:
 send({"type": "setup_done", "step": 0}, f"record of {rank}/{incarnation}".encode())
 send({"type": "event", "event": "joined", "generation": world["generation"], "t": time.time()})
 step, resumed, finished = 0, None if assign["replacement"] else world["generation"], None
+fence = Path(os.environ["REGROW_AGENT"]).with_name("fence")
 while not world["all_finished"]:
     head, _ = receive(0.01)
+    if time.monotonic() >= struct.unpack("d", fence.read_bytes()[:8])[0]:
+        os._exit(1)
     while head is not None:
         if head["type"] == "world":
             world = head

@@ -25,3 +25,21 @@ def unanswered():
         yield listener.getsockname()
         for each in held:
             each.close()
+
+
+@pytest.fixture(scope="session")
+def _etcd(tmp_path_factory):
+    import etcd_cluster  # not before OMP_NUM_THREADS is set
+
+    if not etcd_cluster.INSTALLED:
+        pytest.skip(etcd_cluster.MISSING)
+    cluster = etcd_cluster.Cluster(tmp_path_factory.mktemp("etcd"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def etcd(_etcd):
+    """An etcd of three members, which a test may kill or stop: the next one gets it whole."""
+    yield _etcd
+    _etcd.until_whole()

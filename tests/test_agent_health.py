@@ -53,11 +53,15 @@ def test_replacement_has_a_deadline_measured_by_the_first_setup():
         worker = Worker(rank=0, incarnation=1, replacement=True, attempt_t=1000.0)
         worker.process = Process(executed(["sleep", "60"], {"PATH": "/usr/bin:/bin"}), lambda _: None)
         try:
-            watch = Watch(LIMITS, lambda: [worker], lambda one, why: killed.append(why))
+            complete = [False]
+            watch = Watch(LIMITS, lambda: [worker], lambda: complete[0], lambda one, why: killed.append(why))
             watch.set_up_in(3.0)
-            watch._look(worker, 1089.9)
+            watch._look(worker, 2000.0)
+            assert killed == [], "while another rank has no host, it waits for that"
+            complete[0] = True
+            watch._look(worker, 2089.9)
             assert killed == []
-            watch._look(worker, 1090.1)
+            watch._look(worker, 2090.1)
             assert killed == ["its set-up as a replacement took more than 90 s"]
             worker.resumed = True
             watch._look(worker, 9999.0)

@@ -23,7 +23,12 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
         (["--no-python", "-m", "x"], "cannot be used together"),
         (["--nproc-per-node", "0", SCRIPT], "--nproc-per-node must be at least 1, got 0"),
         (["--nproc-per-node", "many", SCRIPT], "Unsupported nproc_per_node value: many"),
-        (["--nnodes", "1:2", SCRIPT], "give MIN equal to MAX"),
+        (["--nnodes", "1:2", SCRIPT], "set REGROW_TOKEN or give --token-file"),
+        (["--nnodes", "2:1", "--rdzv-endpoint", "h:1", SCRIPT], "MAX is less than MIN"),
+        (["--standby", SCRIPT], "set REGROW_TOKEN or give --token-file"),
+        (["--standby", "--standalone", SCRIPT], "--standalone is for one node, got --standby"),
+        (["--standby", "--node-rank", "0", "--rdzv-endpoint", "h:1", SCRIPT], "cannot be used together"),
+        (["--nproc-per-node", "2", "--slots", "1", SCRIPT], "--slots 1 is less than --nproc-per-node 2"),
         (["--nnodes", "x", SCRIPT], "--nnodes must be N or MIN:MAX"),
         (["--nnodes", "2", SCRIPT], "set REGROW_TOKEN or give --token-file"),
         (["--node-rank", "1", SCRIPT], "--node-rank must lie between 0 and 0"),
@@ -48,6 +53,13 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
         (["--start-method", "fork", SCRIPT], "--start-method fork is not supported: forkserver and spawn are"),
         (["--log-dir", SCRIPT, SCRIPT], "is not a directory"),
         (["--nnodes", "2", "--rdzv-endpoint", "host:0", SCRIPT], "--rdzv-endpoint must be HOST:PORT"),
+        (["--store", "redis://a:1", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://a:x", SCRIPT], "--store must be etcd://HOST:PORT"),
+        (["--store", "etcd://u:p@a:1", SCRIPT], "--store with a user and password is not supported yet"),
+        (["--store", "etcds://a:1", SCRIPT], "--store etcds:// is not supported yet"),
+        (["--store-timeout", "1", SCRIPT], "--store-timeout must be at least 2 seconds"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--store", "etcd://a:1", SCRIPT], "needs --rdzv-id, the same"),
     ],
 )
 def test_wrong_command_lines(words, sentence, capsys, monkeypatch, tmp_path):
@@ -99,6 +111,9 @@ def test_environment_of_torchrun(tmp_path, monkeypatch):
 
 def test_several_nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("REGROW_TOKEN", "t")
+    elastic = parse(tmp_path, "--nnodes=2:4", "--nproc-per-node=2", "--slots=3", "--node-rank=3", SCRIPT)
+    assert (elastic.nnodes, elastic.most_nodes, elastic.nproc, elastic.slots) == (2, 4, 2, 3)
+    assert not elastic.alone and not parse(tmp_path, "--standby", SCRIPT).alone and parse(tmp_path, SCRIPT).alone
     options = parse(tmp_path, "--nnodes=2:2", "--node-rank=1", "--rdzv-endpoint=host:123", SCRIPT)
     assert (options.nnodes, options.node_rank, options.endpoint, options.token) == (2, 1, ("host", 123), "t")
     assert parse(tmp_path, "--nnodes=2", "--rdzv-endpoint=host", SCRIPT).endpoint == ("host", 29400)
@@ -108,6 +123,12 @@ def test_several_nodes(tmp_path, monkeypatch):
     secret.write_text("from a file\n")
     assert parse(tmp_path, f"--token-file={secret}", SCRIPT).token == "from a file"
     assert parse(tmp_path, "--interface=lo", SCRIPT).host_addr == "127.0.0.1"
+
+
+def test_store(tmp_path):
+    assert parse(tmp_path, SCRIPT).store == ()
+    options = parse(tmp_path, "--store", "etcd://a:1,b,[::1]:3", "--store-timeout", "4", SCRIPT)
+    assert (options.store, options.store_timeout_s) == ((("a", 1), ("b", 2379), ("::1", 3)), 4.0)
 
 
 def test_help(capsys):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.agent.membership import (
+from regrow.agent.happenings import (
     Exited,
     Finished,
     Lost,
@@ -13,8 +13,8 @@ from regrow.agent.membership import (
     SetupDone,
     Stopped,
     Suspect,
-    decide,
 )
+from regrow.agent.membership import decide
 from regrow.agent.world import Phase, Raised, World
 
 
@@ -25,7 +25,7 @@ def after(world, *events):
 
 
 def new(size=3, max_restarts=100):
-    return World.first(size, max_restarts, t=0.0)
+    return World.first([size], max_restarts, t=0.0)
 
 
 def training(size=3, max_restarts=100):

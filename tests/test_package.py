@@ -14,7 +14,7 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
@@ -22,6 +22,7 @@ MAY_KNOW = {
     "events": set(),
     "slots": {"ids"},
     "lifeline": set(),
+    "fence": set(),
     "sizes": set(),
     "plan": {"ids", "errors", "sizes"},
     "undo": {"errors", "optim"},
@@ -54,7 +55,7 @@ MAY_KNOW = {
         "peer",
         "updates",
     },
-    "agent": BOTTOM,
+    "agent": {*BOTTOM, "peer"},
     "report": {"events"},
     "logging_plan": {"plan", "sizes"},
     "placement_plan": {"plan", "sizes"},

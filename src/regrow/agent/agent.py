@@ -1,6 +1,7 @@
 """One agent per host: joins the run, applies what happens to the shared world, follows it, ends what it started.
 
-Single-threaded on asyncio; nothing in it blocks. Decisions are ``membership.decide``'s, processes are the crew's.
+Single-threaded on asyncio; nothing in it blocks. Decisions are ``membership.decide``'s, processes are the crew's. A
+host is a member in one session after another: when its lease is lost it kills its workers, and comes back as a standby.
 """
 
 from __future__ import annotations
@@ -15,24 +16,19 @@ from collections.abc import Coroutine
 from typing import Any
 
 from regrow.agent.crew import Crew
+from regrow.agent.happenings import Event, Lost, NodeJoined, NodeLost, Stopped
 from regrow.agent.home import Home
-from regrow.agent.join import WORLD_KEY, Site, join
-from regrow.agent.membership import Event, Lost, Stopped, Suspect, decide
+from regrow.agent.join import join, rejoin
+from regrow.agent.leader import WORLD_KEY, Leader
+from regrow.agent.membership import decide
 from regrow.agent.options import RunOptions, StartError
-from regrow.agent.store import StoreLost
-from regrow.agent.store_tcp import TcpStore
+from regrow.agent.seats import CannotReturn, Site
+from regrow.agent.store import LeaseLost, StoreLost
+from regrow.agent.voice import Voice, say
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
 
 _FAREWELL_S = 1.0
-
-
-def say(message: str) -> None:
-    """Tell the person who watches, in one line."""
-    now = time.time()
-    clock = time.strftime("%H:%M:%S", time.localtime(now))
-    with contextlib.suppress(OSError, ValueError):
-        print(f"[regrow] {clock}.{int(now % 1 * 1000):03d} {message}", file=sys.stderr, flush=True)
 
 
 class Agent:
@@ -46,9 +42,13 @@ class Agent:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._signal: signal.Signals | None = None
         self._version = 0
-        self._over = False
+        self._world: World | None = None
+        self._departed: set[str] = set()
+        self._member = True
+        """False while this host's session is over and it has not come back yet."""
         self._site: Site
         self._crew: Crew
+        self._voice: Voice
         self._log: EventLog | None = None
 
     async def run(self) -> int:
@@ -57,7 +57,7 @@ class Agent:
         loop.set_exception_handler(self._failed_unseen)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, number)
-        joining = loop.create_task(join(self._options, self._node_gone))
+        joining = loop.create_task(join(self._options, self._departed.add))
         if not await self._unless_ended(joining):
             return self._end.result()
         self._site = joining.result()
@@ -81,7 +81,9 @@ class Agent:
         options, site = self._options, self._site
         log = self._log = EventLog(options.log_dir, site.node, site.run_id)
         self._crew = Crew(options, site, home.path, log, say, self._report)
-        nodes = "1 node" if options.nnodes == 1 else f"{options.nnodes} nodes, this is node {site.node}"
+        self._voice = Voice(log, self._crew.how)
+        nodes = f"{len(site.nprocs)} node{'s' if len(site.nprocs) > 1 else ''}"
+        nodes += "" if options.alone else f", this is node {site.node}"
         workers = "1 worker" if site.world_size == 1 else f"{site.world_size} workers"
         say(f"run {site.run_id}: {workers} on {nodes}, logs in {options.log_dir}")
         log.append(
@@ -96,11 +98,11 @@ class Agent:
             starting = asyncio.create_task(self._crew.start())
             if await self._unless_ended(starting):
                 starting.result()
-                for work in (self._follow_world(), self._apply_reports(), self._crew.watch.run()):
+                for work in (self._sessions(), self._crew.watch.run()):
                     tasks.append(asyncio.create_task(self._guarded(work)))
             return await self._end
         finally:
-            if not self._over:
+            if self._member and not (self._world is not None and self._world.over):
                 await self._call_off("its agent cannot go on")
             await self._crew.end(self._hurry)
             for task in tasks:
@@ -111,8 +113,9 @@ class Agent:
 
     async def _leave(self) -> None:
         """Let go of the store; node 0 stays until the others have learnt how it ended."""
-        if isinstance(self._site.store, TcpStore):
-            await self._site.store.close()
+        await self._site.tenure.close()
+        if self._site.leave is not None:
+            await self._site.leave()
         elif self._site.server is not None:
             await self._site.server.drain(0.0 if self._hurry.is_set() else self._options.grace_s + 5.0)
             await self._site.server.close()
@@ -148,6 +151,82 @@ class Agent:
             say(sentence)
             self._end.set_result(exit_code)
 
+    # ------------------------------------------------------------------ sessions
+
+    async def _sessions(self) -> None:
+        """Be a member for as long as it goes, and again. ``StoreLost`` if there is nothing to come back to."""
+        while True:
+            why = await self._session()
+            self._member = False
+            assert self._log is not None
+            self._log.append("fenced", why=why, session=self._site.session)
+            if not self._end.done():
+                say(f"node {self._site.node}: {why}: its workers are killed, others may hold their ranks by now")
+            self._site = await self._come_back(why)
+            self._reports.clear()
+            self._crew.moved(self._site)
+            if not self._end.done():
+                say(f"node {self._site.node} is back, as a standby")
+
+    async def _session(self) -> str:
+        """Take part until the lease or the store is lost; return why. No rank is held any more then."""
+        site = self._site
+        leader = Leader(
+            site.store,
+            site.tenure.lease,
+            site.node,
+            site.session,
+            look_every_s=self._options.dead_after_s,
+            apply=self._apply,
+            report=lambda lost: self._report(lost, None),
+            why=self._why_lost,
+        )
+
+        async def take_part() -> None:
+            await self._enter()
+            async with asyncio.TaskGroup() as group:
+                for work in (self._follow_world(), self._apply_reports(), leader.run()):
+                    group.create_task(work)
+
+        taking_part = asyncio.create_task(take_part())
+        either: set[asyncio.Future[Any]] = {taking_part, site.tenure.over}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            self._crew.fence()  # before anything else is waited for
+        finally:
+            taking_part.cancel()
+            problems = await asyncio.gather(taking_part, return_exceptions=True)
+        return _why_over(site, problems[0])
+
+    async def _enter(self) -> None:
+        """Become a member, unless the first world was made with this host in it."""
+        site = self._site
+        if site.tenure.lease is not None:
+            await self._apply(NodeJoined(site.node, site.session, self._options.slots, t=time.time()))
+        self._member = True
+
+    async def _come_back(self, why: str) -> Site:
+        """Take the place again, as a new session: with growing pauses, up to the time that joining may take."""
+        options = self._options
+        await self._site.tenure.close()
+        deadline, pause_s = time.monotonic() + options.join_timeout_s, options.dead_after_s / 10
+        while True:
+            try:
+                async with asyncio.timeout(options.dead_after_s):
+                    return await rejoin(options, self._site)
+            except CannotReturn as error:
+                raise StoreLost(f"{why} ({error})") from None
+            except (OSError, TimeoutError, StoreLost, LeaseLost) as error:
+                if time.monotonic() + pause_s > deadline:
+                    raise StoreLost(f"{why}, and it could not come back: {error}") from None
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, options.dead_after_s)
+
+    def _why_lost(self, node: int, session: str) -> str:
+        if session in self._departed:
+            return "its agent has ended"
+        return f"no sign of life for {self._options.dead_after_s:g} s"
+
     # ------------------------------------------------------------------ the world
 
     def _report(self, event: Event, record: bytes | None) -> None:
@@ -155,7 +234,7 @@ class Agent:
         self._reported.set()
 
     async def _apply_reports(self) -> None:
-        """Apply what the crew reports, in order; losses that wait together are applied together."""
+        """Apply what is reported, in order; losses that wait together are applied together."""
         while True:
             await self._reported.wait()
             while self._reports:
@@ -163,58 +242,32 @@ class Agent:
                 while isinstance(event, Lost) and self._reports and isinstance(self._reports[0][0], Lost):
                     more = self._reports.popleft()[0]
                     assert isinstance(more, Lost)
-                    event = Lost((*event.workers, *more.workers), more.t)
+                    event = event.together(more)
                 if record is not None:
                     await self._site.store.put(f"setup/{event.rank}", record)  # type: ignore[union-attr]
                 await self._apply(event)
             self._reported.clear()
 
-    async def _apply(self, event: Event) -> None:
+    async def _apply(self, event: Event) -> World:
         store = self._site.store
         while True:
             entry = await store.get(WORLD_KEY)
             assert entry is not None
             before = World.loads(entry.value)
-            decision = decide(before, event)
-            if decision.world is before:
-                return
-            version = await store.compare_and_set(WORLD_KEY, entry.version, decision.world.dumps())
+            world = decide(before, event).world
+            if world is before:
+                return world
+            version = await store.compare_and_set(WORLD_KEY, entry.version, world.dumps())
             if version is not None:
                 break
-        if decision.world.generation != before.generation and decision.world.phase is Phase.SETUP:
+        if world.generation != before.generation and world.phase is Phase.SETUP:
             await store.delete(
                 "kv/", prefix=True
             )  # counters of the abandoned set-up would let the new one's barriers pass
-        self._record(before, decision.world)
-        self._adopt(decision.world, version)
-        self._tell(before, decision.world, event)
-
-    def _record(self, before: World, world: World) -> None:
-        """Write the transition down; only the agent that made it does, so it stands there once."""
-        assert self._log is not None
-        if world.generation != before.generation:
-            lost = [{"rank": loss.rank, "why": loss.why, "t": loss.t} for loss in world.lost]
-            self._log.append("generation", generation=world.generation, lost=lost, reason=world.reason)
-        if world.phase is not before.phase:
-            name = {Phase.TRAINING: "training", Phase.DONE: "done", Phase.FAILED: "failed", Phase.SETUP: "setup"}
-            self._log.append(name[world.phase], generation=world.generation, reason=world.reason)
-
-    def _tell(self, before: World, world: World, event: Event) -> None:
-        if world.over:
-            return  # told by every agent, when it ends
-        if isinstance(event, Lost):
-            for worker in event.workers:
-                at = "" if worker.step is None else f" at step {worker.step}"
-                how = "all start again" if world.phase is Phase.SETUP else self._crew.how.get(worker.rank, "replaced")
-                say(f"rank {worker.rank} died ({worker.why}){at}: generation {world.generation}, {how}")
-            if before.phase is Phase.TRAINING and world.phase is Phase.SETUP:
-                say(world.reason)
-        elif isinstance(event, Suspect):
-            say(f"{world.reason} (generation {world.generation})")
-        elif before.phase is Phase.SETUP and world.phase is Phase.TRAINING:
-            say(world.reason)
-        elif len(before.holders) < len(world.holders) == world.world_size:
-            say(f"generation {world.generation}: all {world.world_size} ranks train again")
+        self._voice.record(before, world)
+        self._adopt(world, version)
+        self._voice.tell(before, world, event)
+        return world
 
     async def _follow_world(self) -> None:
         async for change in self._site.store.watch(WORLD_KEY):
@@ -226,8 +279,11 @@ class Agent:
         if version <= self._version:
             return
         self._version = version
-        self._over = world.over
+        before, self._world = self._world, world
         self._crew.follow(world)
+        self._voice.tell_of_homes(before, world)
+        if self._member and not world.over and not world.knows(self._site.node, self._site.session):
+            self._site.tenure.end("the others count this host as lost")
         if world.phase is Phase.DONE:
             self._finish(0, f"done: {world.reason}, {world.restarts} replaced on the way")
         elif world.phase is Phase.FAILED:
@@ -250,19 +306,34 @@ class Agent:
         self._stopping = asyncio.create_task(self._stop(self._signal))
 
     async def _stop(self, number: signal.Signals) -> None:
-        await self._call_off(f"stopped by {number.name}", exit_code=128 + number)
+        if self._member:
+            await self._call_off(f"stopped by {number.name}", exit_code=128 + number)
         self._finish(128 + number, f"stopped by {number.name}")
 
     async def _call_off(self, why: str, exit_code: int = 1) -> None:
-        """End the run for all nodes, if the store can still be reached."""
-        node = self._site.node
+        """End the run for all nodes, if the store can still be reached; a standby is not missed, and only leaves."""
+        site = self._site
         with contextlib.suppress(StoreLost, TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
-                await self._apply(Stopped(node, f"node {node}: {why}", exit_code, time.time()))
+                entry = await site.store.get(WORLD_KEY)
+                event: Event = Lost((), time.time(), (NodeLost(site.node, site.session, why),))
+                if site.tenure.lease is None or (entry is not None and site.node in World.loads(entry.value).homes):
+                    event = Stopped(site.node, f"node {site.node}: {why}", exit_code, time.time())
+                await self._apply(event)
 
-    def _node_gone(self, node: int) -> None:
-        if self._log is not None and not self._end.done():
-            self._report(Stopped(node, f"the agent of node {node} is gone", 1, time.time()), None)
+
+def _why_over(site: Site, problem: BaseException | None) -> str:
+    """Say why a session is over, or raise what is no reason for that but a bug."""
+    if isinstance(problem, BaseExceptionGroup):
+        unknown = problem.split((StoreLost, LeaseLost))[1]
+        problem = problem.exceptions[0] if unknown is None else unknown.exceptions[0]
+    if isinstance(problem, (StoreLost, LeaseLost)):
+        return str(problem)
+    if site.tenure.over.done():
+        return site.tenure.over.result()
+    if isinstance(problem, Exception):
+        raise problem
+    return "it was cancelled"
 
 
 def run(options: RunOptions) -> int:

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from regrow.agent import kv
 from regrow.agent.forking import Nursery
+from regrow.agent.happenings import Event, Lost, Suspect
 from regrow.agent.health import Limits
 from regrow.agent.hearing import ending, hear
-from regrow.agent.join import Site
 from regrow.agent.link import Link, LinkServer, group_of
 from regrow.agent.logs import Logs
-from regrow.agent.membership import Event, Lost, Suspect
 from regrow.agent.options import RunOptions, StartError
-from regrow.agent.process import Process, executed
+from regrow.agent.process import KILLED_S, Process, end_all, executed
+from regrow.agent.seats import Site
 from regrow.agent.spares import SparePool
-from regrow.agent.store import StoreLost
+from regrow.agent.tasks import Tasks
 from regrow.agent.told import assign_frame, world_frame
 from regrow.agent.watch import Watch
 from regrow.agent.worker import Environment, Worker
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
-from regrow.lifeline import Observer, dying_by
+from regrow.fence import Fence
+from regrow.lifeline import dying_by
 from regrow.peer.keeper import Keeper
 from regrow.slots import Slots
 from regrow.wire import Frame
@@ -43,7 +43,6 @@ _LAST_WORDS_OF_THE_KILLED_S = 0.05
 _LAST_WORDS_OF_THE_DOOMED_S = 0.002  # its socket closes much later; what it said before is there already
 _SUSPECT_HOLD_S = 0.2
 _AFTER_RAISING_S = 10.0
-_KILLED_S = 5.0
 
 Report = Callable[[Event, bytes | None], None]
 
@@ -65,25 +64,28 @@ class Crew:
         self._log = log
         self._say = say
         self._report = report
-        self._logs = Logs(options, site.run_id, site.ranks[0])
+        self._logs = Logs(options, site.run_id)
+        self._fence = Fence.create(shared_dir)
+        site.tenure.tell(self._fence.move)
         self._server = LinkServer(shared_dir / "agent.sock", options.token, self)
         self._keeper: Keeper | None = None
-        if options.nnodes > 1:  # on one host there is nobody whose snapshots could be kept
+        if not options.alone:  # on one host there is nobody whose snapshots could be kept
             self._keeper = Keeper(shared_dir / "kept", site.host_addr, options.token, say)
         self._env = Environment(options, site, self._server.path, shared_dir, self._keeper)
         self._nursery: Nursery | None = None
         if options.forked:
             self._nursery = Nursery(options.command, self._env.complete(self._env.of_spare(0)), log.append)
-        self._spares = SparePool(options.spares, self._start_spare, say)
+        self._spares = SparePool(options.spares, self._start_spare, self._may_refill, say)
         self._workers: dict[int, Worker] = {}
         self._by_link: dict[Link, Worker] = {}
         self._alive: set[Worker] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._world: World | None = None
+        self._fenced = False
         self._ending = False
         self._setup_t = time.monotonic()
         limits = Limits(dead_after_s=options.dead_after_s, stuck_after_s=options.stuck_after_s)
-        self.watch = Watch(limits, self._accountable, self._kill)
+        self.watch = Watch(limits, self._accountable, self._complete, self._kill)
         self.how: dict[int, str] = {}
         self._param_bytes = 0
 
@@ -96,9 +98,12 @@ class Crew:
     # ------------------------------------------------------------------ what the world demands
 
     def follow(self, world: World) -> None:
-        """Tell the workers of a new world, and replace those that it counts as lost."""
+        """Hold exactly the ranks whose home is this host, tell them of the new world, replace those that it lost."""
         previous, self._world = self._world, world
         now = time.monotonic()
+        mine = self._mine(world)
+        for rank in self._workers.keys() - mine:
+            self._let_go(rank)
         reconnecting = previous is None or previous.generation != world.generation
         if reconnecting:
             for worker in self._workers.values():
@@ -106,22 +111,52 @@ class Crew:
                 worker.finished = False
         if previous is not None and previous.phase is Phase.SETUP and world.phase is Phase.TRAINING:
             self.watch.set_up_in(now - self._setup_t)
+        elif previous is None:
+            self.watch.set_up_in(world.setup_s)
         for worker in self._workers.values():
             self._tell(worker)
         if world.over or self._ending:
             return
-        for rank in self._site.ranks:
+        for rank in sorted(mine):
             held = self._workers.get(rank)
             if held is None or held.incarnation < world.incarnation[rank]:
                 self.how[rank] = self._fill(rank, world)
+        if not mine:
+            self._spares.refill_in(0.0)  # nobody here needs the CPU more
+            return
         if world.phase is Phase.SETUP:
-            if reconnecting:
+            if reconnecting or (previous is not None and previous.homeless and not world.homeless):
                 self._setup_t = now
             return
         if len(world.holders) == world.world_size:
-            self._refill_in(_REFILL_WHOLE_S if world.generation else 0.0)
+            self._spares.refill_in(_REFILL_WHOLE_S if world.generation else 0.0)
         elif reconnecting:
             self._refill_later()
+
+    def _mine(self, world: World) -> set[int]:
+        """The ranks that this host holds, as the session that it is now."""
+        if self._fenced or not world.knows(self._site.node, self._site.session):
+            return set()
+        return set(world.ranks_of(self._site.node))
+
+    def _let_go(self, rank: int) -> None:
+        """Others hold this rank now, or may: what it left here is of no use to anybody."""
+        worker = self._workers.pop(rank)
+        worker.process.kill()
+        Slots(self._env.small_state_path(rank)).remove()
+        self._log.append("let_go", rank=rank, pid=worker.process.pid, incarnation=worker.incarnation)
+
+    def fence(self) -> None:
+        """Kill whoever holds a rank here; none is held before ``moved``."""
+        self._fenced = True
+        for rank in list(self._workers):
+            self._let_go(rank)
+
+    def moved(self, site: Site) -> None:
+        """This host is a member again, in another session."""
+        self._site = site
+        self._fenced = False
+        site.tenure.tell(self._fence.move)
 
     def _tell(self, worker: Worker) -> None:
         world = self._world
@@ -135,28 +170,31 @@ class Crew:
         if old is not None:
             old.process.kill()
         replacement = world.phase is Phase.TRAINING
+        if not replacement and world.homeless:
+            return "it starts when every rank has a host"  # a set-up needs all, and would only time out
         incarnation = world.incarnation[rank]
         if not replacement:
             Slots(self._env.small_state_path(rank)).remove()
         spare = self._spares.take() if replacement else None
         if spare is not None:
             spare.rank, spare.incarnation, spare.replacement = rank, incarnation, True
+            spare.local_rank = world.local[rank]
             spare.attempt_t = time.monotonic()
             self._workers[rank] = spare
             self._log.append("spare_assigned", rank=rank, pid=spare.process.pid, incarnation=incarnation)
             if spare.link is None:
                 return "a spare that is starting takes over"
-            self._spawn_task(self._assign(spare))
+            self._tasks.spawn(self._assign(spare))
             return "spare takes over"
         return self._fill_afresh(rank)
 
     def _fill_afresh(self, rank: int) -> str:
-        assert self._world is not None
-        incarnation = self._world.incarnation[rank]
-        worker = Worker(rank, incarnation, replacement=self._world.phase is Phase.TRAINING)
-        paths = self._logs.paths(rank - self._site.ranks[0], incarnation)
-        env = self._env.complete(self._env.of_rank(rank, incarnation, paths.error_file))
-        worker.paths = paths
+        world = self._world
+        assert world is not None
+        incarnation = world.incarnation[rank]
+        worker = Worker(rank, world.local[rank], incarnation, replacement=world.phase is Phase.TRAINING)
+        paths = worker.paths = self._logs.paths(worker.local_rank, incarnation)
+        env = self._env.complete(self._env.of_rank(worker, len(self._mine(world))))
         self._start(worker, env, stdout=paths.stdout, stderr=paths.stderr)
         self._workers[rank] = worker
         self._log.append("worker_started", rank=rank, pid=worker.process.pid, incarnation=incarnation)
@@ -169,8 +207,8 @@ class Crew:
         if worker.link is None or self._workers.get(rank) is not worker:
             return
         if worker.paths is None:
-            worker.paths = self._logs.paths(rank - self._site.ranks[0], worker.incarnation)
-        head = assign_frame(worker, self._site, self._env, self._world.generation)
+            worker.paths = self._logs.paths(worker.local_rank, worker.incarnation)
+        head = assign_frame(worker, self._site, self._env, self._world)
         limits = {"dead_after_s": self._options.dead_after_s, "setup_deadline_s": self.watch.setup_deadline_s}
         worker.link.send({**head, **limits}, b"" if record is None else record.value)
         worker.assigned = True
@@ -197,14 +235,13 @@ class Crew:
 
     def _refill_later(self) -> None:
         # while ranks are missing it waits as long as their set-up may take, or it would slow them down
-        self._refill_in(max(_REFILL_AFTER_S, self.watch.first_setup_s))
+        self._spares.refill_in(max(_REFILL_AFTER_S, self.watch.first_setup_s))
 
-    def _refill_in(self, seconds: float) -> None:
-        def refill() -> None:
-            if not self._ending and self._world is not None and self._world.phase is Phase.TRAINING:
-                self._spares.refill()
-
-        asyncio.get_running_loop().call_later(seconds, refill)
+    def _may_refill(self) -> bool:
+        world = self._world
+        if self._ending or world is None or world.over:
+            return False
+        return world.phase is Phase.TRAINING or not self._mine(world)
 
     # ------------------------------------------------------------------ what the workers say
 
@@ -217,18 +254,20 @@ class Crew:
         worker.link, worker.pid = link, link.peer_pid
         worker.heard(time.monotonic())
         self._by_link[link] = worker
-        self._watch_lifeline(worker, head.get("lifeline"))
+        worker.watch_lifeline(head.get("lifeline"), self._server.path.parent, self._doomed)
         if worker.rank is None:
             self._spares.arrived(worker)
             self._log.append("spare_ready", pid=worker.pid)
         else:
-            self._spawn_task(self._assign(worker))
+            self._tasks.spawn(self._assign(worker))
         return True
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Take in one frame. Those of a process that was replaced meanwhile are fenced by its incarnation."""
         worker, head, t = self._by_link[link], frame.head, time.time()
         rank = worker.rank
+        if not self._site.tenure.valid:
+            return  # others may hold its rank already: nothing that it says counts
         if head["type"] == "heartbeat":
             worker.heartbeat(head, time.monotonic())
             return
@@ -239,12 +278,12 @@ class Crew:
                 fields = {name: value for name, value in head.items() if name not in ("type", "run", "node")}
                 self._log.append(**{"event": "unnamed", **fields, "rank": rank})
             case "store":
-                self._spawn_task(self._serve(link, frame))
+                self._tasks.spawn(self._serve(link, frame))
             case "kv_purge":
-                self._spawn_task(kv.purge(self._site.store, str(head["prefix"])))
+                self._tasks.spawn(kv.purge(self._site.store, str(head["prefix"])))
             case "suspect":
                 self._log.append("suspect", rank=rank, generation=head["generation"], why=head.get("why"))
-                self._spawn_task(self._suspect(worker, int(head["generation"]), str(head.get("why"))))
+                self._tasks.spawn(self._suspect(worker, int(head["generation"]), str(head.get("why"))))
             case _:
                 heard = hear(worker, frame, time.monotonic(), t)
                 if head["type"] == "setup_done":
@@ -285,21 +324,6 @@ class Crew:
 
     # ------------------------------------------------------------------ how they end
 
-    def _watch_lifeline(self, worker: Worker, path: object) -> None:
-        # a worker that a wrapper script started is not the process whose end counts
-        if not isinstance(path, str) or worker.pid != worker.process.pid:
-            return
-        if Path(path).parent != self._server.path.parent:
-            return
-        loop = asyncio.get_running_loop()
-
-        def died() -> None:
-            with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
-                loop.call_soon_threadsafe(self._doomed, worker)
-
-        with contextlib.suppress(OSError):
-            worker.lifeline = Observer(Path(path), died)
-
     def _doomed(self, worker: Worker) -> None:
         """A worker's main thread has ended: if a signal did that, the rank is lost, whatever is still to be freed."""
         t, process = time.time(), worker.process
@@ -309,7 +333,7 @@ class Crew:
         if process.dying_of is not None:
             worker.doomed = True
             process.kill()  # what it forked would hold its sockets open
-            self._spawn_task(self._ended(worker, t))
+            self._tasks.spawn(self._ended(worker, t))
 
     def _exited(self, worker: Worker) -> None:
         t = time.time()
@@ -329,7 +353,7 @@ class Crew:
             how = self._fill_afresh(worker.rank)
             self._say(f"rank {worker.rank}: the spare ended ({worker.why}) while it started, {how}")
         else:
-            self._spawn_task(self._ended(worker, t))
+            self._tasks.spawn(self._ended(worker, t))
 
     async def _ended(self, worker: Worker, t: float) -> None:
         """Report the end of a worker, after its last words: they are in the socket already."""
@@ -363,7 +387,10 @@ class Crew:
             return
         worker.killed_because = why
         worker.process.kill()
-        asyncio.get_running_loop().call_later(_KILLED_S, worker.process.abandon)
+        asyncio.get_running_loop().call_later(KILLED_S, worker.process.abandon)
+
+    def _complete(self) -> bool:
+        return self._world is None or not self._world.homeless
 
     def _accountable(self) -> list[Worker]:
         """Who must show signs of life. After the last step nobody: what comes then is the user's own."""
@@ -377,37 +404,9 @@ class Crew:
             self._nursery.end()
         for worker in self._spares.workers:
             worker.process.kill()
-        remaining = list(self._alive)
-        for worker in remaining:
-            worker.process.signal_group(signal.SIGTERM)
-            worker.process.signal_group(signal.SIGCONT)
-        everyone = asyncio.gather(*(worker.process.gone.wait() for worker in remaining))
-        waits: set[asyncio.Future[Any]] = {everyone, asyncio.ensure_future(hurry.wait())}
-        _, pending = await asyncio.wait(waits, timeout=self._options.grace_s, return_when=asyncio.FIRST_COMPLETED)
-        for worker in remaining:
-            worker.process.kill()
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(everyone, _KILLED_S)
-        for future in pending:
-            future.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all([worker.process for worker in self._alive], self._options.grace_s, hurry)
+        await self._tasks.close()
         await self._server.close()
         if self._keeper is not None:
             await asyncio.to_thread(self._keeper.close)
         await asyncio.to_thread(self._logs.stop)
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except StoreLost:
-                pass  # the agent learns it by its watch on the world, and ends
-            except Exception as error:  # noqa: BLE001  the agent's handler ends the run: nothing may fail unseen
-                loop.call_exception_handler({"message": "a task of the crew failed", "exception": error})
-
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -37,6 +37,7 @@ _REFUSED = {
 _DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5, "start_method": "forkserver"}
 _C10D_PORT = 29400
 _STATIC_PORT = 29500
+_ETCD_PORT = 2379
 _SIOCGIFADDR = 0x8915
 
 
@@ -56,7 +57,22 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=5.0,
         metavar="S",
-        help="A silent worker is dead after S seconds.",
+        help="A silent worker, or host, is dead after S seconds. Give the same on all hosts.",
+    )
+    ours.add_argument(
+        "--standby",
+        action="store_true",
+        help="This host holds no ranks at first; it takes over those of a host that is lost. The number of workers "
+        "stays what it was. With --nnodes MIN:MAX the world is made of the first MIN hosts, and hosts that come after "
+        "them, up to MAX in all, are standbys without this flag.",
+    )
+    ours.add_argument(
+        "--slots",
+        type=int,
+        default=None,
+        metavar="N",
+        help="How many workers this host can hold at most, if it has to take over some of a lost host's "
+        "(default: --nproc-per-node).",
     )
     ours.add_argument(
         "--stuck-after",
@@ -65,6 +81,20 @@ def parser() -> argparse.ArgumentParser:
         default=600.0,
         metavar="S",
         help="A worker that makes no progress, though it does not wait for others, is replaced after S seconds.",
+    )
+    ours.add_argument(
+        "--store",
+        default="",
+        metavar="URL",
+        help="etcd://HOST:PORT,HOST:PORT,...: keep the run's membership in etcd instead of in the first agent.",
+    )
+    ours.add_argument(
+        "--store-timeout",
+        "--store_timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="With --store: so long a request may take, while etcd chooses another leader for instance.",
     )
     ours.add_argument("--host-addr", "--host_addr", metavar="ADDR", help="Address at which other hosts reach this one.")
     ours.add_argument("--interface", metavar="NAME", help="Network interface whose address other hosts can reach.")
@@ -129,15 +159,16 @@ def parse(argv: list[str]) -> RunOptions:
 
 
 def _options(args: argparse.Namespace) -> RunOptions:
-    nnodes = _nnodes(args.nnodes)
+    nnodes, most = _nnodes(args.nnodes)
+    several = most > 1 or args.standby
     if args.rdzv_backend not in ("static", "c10d"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: static and c10d are")
     try:
         nproc = determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--nproc-per-node: {error}") from None
-    if args.standalone and nnodes > 1:
-        raise ValueError(f"--standalone is for one node, got --nnodes {args.nnodes}")
+    if args.standalone and several:
+        raise ValueError(f"--standalone is for one node, got {'--standby' if most == 1 else f'--nnodes {args.nnodes}'}")
     try:
         conf = _parse_rendezvous_config(args.rdzv_conf)
         join_timeout_s = float(conf.pop("join_timeout", 300.0))
@@ -154,12 +185,17 @@ def _options(args: argparse.Namespace) -> RunOptions:
     command = _command(args)
     options = RunOptions(
         command=command,
-        token=_token(args, nnodes),
+        token=_token(args, several=several),
         log_dir=Path(),
         nproc=nproc,
+        max_slots=args.slots,
         nnodes=nnodes,
+        max_nodes=most,
+        standby=args.standby,
         node_rank=None if node_rank is None else int(node_rank),
-        endpoint=_endpoint(args) if nnodes > 1 else None,
+        endpoint=_endpoint(args) if several else None,
+        store=_store(args.store),
+        store_timeout_s=args.store_timeout,
         join_timeout_s=join_timeout_s,
         run_id="" if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
         role=args.role,
@@ -184,15 +220,12 @@ def _options(args: argparse.Namespace) -> RunOptions:
     return replace(options, log_dir=_log_dir(args.log_dir))  # made last: nothing is left behind by a wrong command line
 
 
-def _nnodes(text: str) -> int:
+def _nnodes(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     try:
-        fewest, most = int(low), int(high or low)
+        return int(low), int(high or low)
     except ValueError:
         raise ValueError(f"--nnodes must be N or MIN:MAX, got {text!r}") from None
-    if fewest != most:
-        raise ValueError(f"--nnodes {text}: the number of nodes cannot change during a run, give MIN equal to MAX")
-    return fewest
 
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:
@@ -211,7 +244,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
     return (python, "-u", script, *rest)
 
 
-def _token(args: argparse.Namespace, nnodes: int) -> str:
+def _token(args: argparse.Namespace, *, several: bool) -> str:
     if args.token_file is not None:
         token = Path(args.token_file).read_text(encoding="utf-8").strip()
         if not token:
@@ -220,7 +253,7 @@ def _token(args: argparse.Namespace, nnodes: int) -> str:
     token = os.environ.get("REGROW_TOKEN", "")
     if token:
         return token
-    if nnodes > 1:
+    if several:
         raise ValueError(
             "with more than one node every agent needs the same secret: set REGROW_TOKEN or give --token-file"
         )
@@ -235,6 +268,28 @@ def _log_dir(given: str | None) -> Path:
         raise ValueError(f"--log-dir {given} is not a directory")
     path.mkdir(parents=True, exist_ok=True)
     return path.absolute()
+
+
+def _store(url: str) -> tuple[tuple[str, int], ...]:
+    if not url:
+        return ()
+    scheme, _, members = url.partition("://")
+    if scheme == "etcds":
+        raise ValueError("--store etcds:// is not supported yet: use etcd:// in a network that you trust")
+    if scheme != "etcd" or not members:
+        raise ValueError(f"--store must be etcd://HOST:PORT,HOST:PORT,..., got {url!r}")
+    if "@" in members:
+        raise ValueError("--store with a user and password is not supported yet: use an etcd without authentication")
+    return tuple(_host_port(member, _ETCD_PORT, url) for member in members.rstrip("/").split(","))
+
+
+def _host_port(text: str, default: int, url: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(default)
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"--store must be etcd://HOST:PORT,HOST:PORT,..., got {url!r}")
+    return host.strip("[]"), int(port)
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:

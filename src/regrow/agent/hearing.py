@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from regrow.agent.membership import Event, Exited, Finished, Lost, LostWorker, Resumed, SetupDone
+from regrow.agent.happenings import Event, Exited, Finished, Lost, LostWorker, Resumed, SetupDone
 from regrow.agent.worker import Worker
 from regrow.agent.world import Raised
 from regrow.wire import Frame

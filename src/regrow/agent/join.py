@@ -1,6 +1,6 @@
-"""Bring the nodes of a run together: who hosts the store, who is which node, which ranks each has.
+"""Bring the nodes of a run together: who hosts the store, and how the others reach it.
 
-Runs once, before any worker exists. Everything that goes wrong here is a ``StartError`` with one sentence.
+``join`` runs once, before any worker exists: everything that goes wrong there is a ``StartError`` with one sentence.
 """
 
 from __future__ import annotations
@@ -13,127 +13,174 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
+from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.options import RunOptions, StartError
-from regrow.agent.store import ControlStore, MemoryStore, StoreLost
+from regrow.agent.remains import begun, clear, forget_the_last
+from regrow.agent.seats import CannotReturn, Site, follow, lead, retake, take
+from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
+from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
-from regrow.agent.world import World
+from regrow.agent.tenure import Tenure
 
 _RETRY_S = 0.2
-WORLD_KEY = "world"
-RUN_KEY = "run"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """This agent's place in the run."""
+async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
+    """Return once all nodes are here and the first world is written.
 
-    store: ControlStore
-    server: StoreServer | None
-    node: int
-    nprocs: tuple[int, ...]
-    run_id: str
-    host_addr: str
-    master_addr: str
-    master_port: int
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers on all nodes."""
-        return sum(self.nprocs)
-
-    @property
-    def ranks(self) -> range:
-        """The global ranks of this node's workers, in the order of their local ranks."""
-        first = sum(self.nprocs[: self.node])
-        return range(first, first + self.nprocs[self.node])
-
-
-async def join(options: RunOptions, on_node_gone: Callable[[int], None]) -> Site:
-    """Return once all nodes are here and the first world is written."""
-    server: StoreServer | None = None
-    store: ControlStore
-    host_addr = options.host_addr
-    if options.nnodes == 1:
-        store, host_addr = MemoryStore(), host_addr or "127.0.0.1"
+    Where this agent hosts the store, ``departed(session)`` is called when the process of another has ended.
+    """
+    if options.store:
+        return await _meet(options)
+    if options.alone:
         if options.master_port is not None:
             _check_port("", options.master_port)
-        return await _lead(options, store, None, host_addr)
+        store, host_addr = MemoryStore(), options.host_addr or "127.0.0.1"
+        session = await _own(options, store, host_addr)
+        return await lead(options, store, None, Tenure.unlimited(), host_addr, session)
     assert options.endpoint is not None
     host, port = options.endpoint
     deadline = time.monotonic() + options.join_timeout_s
-    if options.node_rank in (0, None):
+    if options.node_rank in (0, None) and not options.standby:
         memory = MemoryStore()
 
-        def gone(node: int) -> None:
-            memory.forget(f"node/{node}")  # before the run has begun its place is free again
-            on_node_gone(node)
+        async def ended(node: int, session: str) -> None:
+            """Its workers have ended with it: nobody need wait for its lease."""
+            place = await memory.get(f"{HOSTS}{node}")
+            if place is not None and json.loads(place.value)["session"] == session:
+                departed(session)
+                memory.forget(f"{HOSTS}{node}")
 
-        server = StoreServer(memory, options.token, gone)
+        server = StoreServer(memory, options.token, ended)
         try:
+            host_addr = options.host_addr or await _resolve(host)
+            session = await _own(options, memory, host_addr)  # before anybody else can take its place
             await server.start(host, port)
         except OSError as error:
             if options.node_rank == 0:
                 raise StartError(f"node 0 cannot listen at {host}:{port}: {_plain(error)}") from None
         else:
             try:
-                return await _lead(options, memory, server, host_addr or await _resolve(host))
+                return await lead(options, memory, server, Tenure.unlimited(), host_addr, session)
             except BaseException:
                 await server.close()
                 raise
     client = await _connect(options, host, port, deadline)
     try:
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-            return await _follow(options, client, host_addr or client.local_address)
+            return await _enter(options, client, options.host_addr or client.local_address)
     except TimeoutError:
         await client.close()
         raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
-    except StoreLost:
+    except (StoreLost, LeaseLost):
         raise StartError(f"node 0 at {host}:{port} went away before all nodes had joined") from None
     except BaseException:
         await client.close()
         raise
 
 
-async def _lead(options: RunOptions, store: ControlStore, server: StoreServer | None, host_addr: str) -> Site:
-    """Node 0: wait for the others, then say what the run looks like."""
-    nodes = {0: {"nproc": options.nproc, "nnodes": options.nnodes}}
-    await store.put("node/0", json.dumps(nodes[0]).encode())
+async def _meet(options: RunOptions) -> Site:
+    """Every node alike: the store is etcd's, and no node's."""
+    options = options if options.run_id else replace(options, run_id=uuid.uuid4().hex[:12])
+    store = EtcdStore(options.store, f"/regrow/{options.run_id}/", options.store_timeout_s)
+    tenure: Tenure | None = None
+
+    async def leave() -> None:
+        try:
+            async with asyncio.timeout(options.store_timeout_s):
+                with contextlib.suppress(StoreLost, LeaseLost):
+                    await clear(store, options.dead_after_s)
+                await store.close()
+        except TimeoutError:
+            store.disconnect()  # the leases end by themselves
+
     try:
-        async with asyncio.timeout(options.join_timeout_s), contextlib.aclosing(store.watch("node/")) as changes:  # type: ignore[type-var]
-            while len(nodes) < options.nnodes:
-                change = await anext(changes)
-                node = int(change.key.removeprefix("node/"))
-                if change.value is not None:
-                    nodes[node] = json.loads(change.value)
-                else:
-                    nodes.pop(node, None)
-    except TimeoutError:
-        missing = ", ".join(str(node) for node in range(options.nnodes) if node not in nodes)
-        sentence = f"only {len(nodes)} of {options.nnodes} nodes joined within {options.join_timeout_s:g} s"
-        await _call_off(store, server, f"{sentence} (missing: node {missing})")
-    odd = [node for node, info in nodes.items() if info["nnodes"] != options.nnodes]
-    if odd:
-        other = nodes[odd[0]]["nnodes"]
-        await _call_off(store, server, f"node {odd[0]} was started with --nnodes {other}, node 0 with {options.nnodes}")
-    run: dict[str, Any] = {
-        "run_id": options.run_id or uuid.uuid4().hex[:12],
-        "nprocs": [nodes[node]["nproc"] for node in range(options.nnodes)],
-        "master_addr": host_addr,
-        "master_port": options.master_port if options.master_port is not None and server is None else _free_port(),
-    }
-    await store.put(WORLD_KEY, World.first(sum(run["nprocs"]), options.max_restarts, time.time()).dumps())
-    await store.put(RUN_KEY, json.dumps(run).encode())
-    return _site(store, server, 0, host_addr, run)
+        await _reached(store, options)
+        async with asyncio.timeout(options.join_timeout_s):
+            await forget_the_last(store, options.dead_after_s)
+        host_addr = options.host_addr or store.local_address
+        tenure = await Tenure.begin(store, options.dead_after_s)
+        node, session = await take(options, store, tenure, host_addr)
+        if node == 0 and not await begun(store):
+            site = await lead(options, store, None, tenure, host_addr, session)
+        else:
+            async with asyncio.timeout(options.join_timeout_s):
+                site = await follow(store, tenure, node, session, host_addr)
+        return replace(site, leave=leave)
+    except BaseException as error:
+        if tenure is not None:
+            await tenure.close()
+        await leave()
+        if isinstance(error, TimeoutError):
+            raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
+        if isinstance(error, StoreLost | LeaseLost):
+            raise StartError(str(error)) from None
+        raise
 
 
-async def _call_off(store: ControlStore, server: StoreServer | None, sentence: str) -> None:
-    await store.put(RUN_KEY, json.dumps({"error": sentence}).encode())
-    if server is not None:
-        await server.drain(1.0)
-    raise StartError(sentence)
+async def _reached(store: EtcdStore, options: RunOptions) -> None:
+    """Wait until etcd answers: it may be started together with the job."""
+    deadline = time.monotonic() + options.join_timeout_s
+    while True:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await begun(store)
+            return
+        except (StoreLost, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                why = str(error) or "no answer"
+                raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
+
+
+async def _own(options: RunOptions, store: MemoryStore, host_addr: str) -> str:
+    """As the host of the store: it has the first place and leads, and needs no lease for either."""
+    _, session = await take(options, store, Tenure.unlimited(), host_addr)
+    await store.put(LEADER_KEY, session.encode())
+    return session
+
+
+async def _enter(options: RunOptions, client: TcpStore, host_addr: str) -> Site:
+    tenure = await Tenure.begin(client, options.dead_after_s)
+    try:
+        node, session = await take(options, client, tenure, host_addr)
+        await client.joined(node, session)
+        return replace(await follow(client, tenure, node, session, host_addr), leave=client.close)
+    except BaseException:
+        await tenure.close()
+        raise
+
+
+async def rejoin(options: RunOptions, site: Site) -> Site:
+    """Come back as a new session, after the last one is over.
+
+    Raises:
+        CannotReturn: there is nothing to come back to.
+        OSError, TimeoutError, StoreLost, LeaseLost: it did not work this time.
+    """
+    if not isinstance(site.store, TcpStore):
+        return await retake(options, site, site.store)
+    try:
+        site = await retake(options, site, site.store)
+    except StoreLost:
+        assert options.endpoint is not None
+        try:
+            client = await TcpStore.connect(*options.endpoint, options.token)
+        except (ConnectionRefusedError, PermissionError) as error:
+            raise CannotReturn(_plain(error)) from None  # its host is there, but the process that had the store is not
+        try:
+            site = await retake(options, site, client)
+        except BaseException:
+            await client.close()
+            raise
+    assert isinstance(site.store, TcpStore)
+    try:
+        await site.store.joined(site.node, site.session)
+    except BaseException:
+        await site.tenure.close()  # or the next try would find the place taken
+        raise
+    return replace(site, leave=site.store.close)
 
 
 async def _connect(options: RunOptions, host: str, port: int, deadline: float) -> TcpStore:
@@ -148,46 +195,6 @@ async def _connect(options: RunOptions, host: str, port: int, deadline: float) -
                 waited = f"within {options.join_timeout_s:g} s"
                 raise StartError(f"node 0 at {host}:{port} cannot be reached {waited}: {_plain(error)}") from None
             await asyncio.sleep(_RETRY_S)
-
-
-async def _follow(options: RunOptions, client: TcpStore, host_addr: str) -> Site:
-    """Take a place as a node other than 0 and wait until node 0 has seen all."""
-    info = json.dumps({"nproc": options.nproc, "nnodes": options.nnodes}).encode()
-    places = range(1, options.nnodes) if options.node_rank is None else [options.node_rank]
-    for node in places:
-        if await client.compare_and_set(f"node/{node}", 0, info) is not None:
-            break
-    else:
-        taken = f"node rank {options.node_rank} is" if options.node_rank is not None else f"all {options.nnodes} are"
-        raise StartError(f"this node cannot join: {taken} already taken")
-    client.joined(node)
-    async with contextlib.aclosing(client.watch(RUN_KEY)) as changes:  # type: ignore[type-var]
-        async for change in changes:
-            if change.key == RUN_KEY and change.value is not None:
-                run = json.loads(change.value)
-                if "error" in run:
-                    raise StartError(str(run["error"]))
-                return _site(client, None, node, host_addr, run)
-    raise StoreLost("the watch ended")
-
-
-def _site(store: ControlStore, server: StoreServer | None, node: int, host_addr: str, run: dict[str, Any]) -> Site:
-    return Site(
-        store=store,
-        server=server,
-        node=node,
-        nprocs=tuple(run["nprocs"]),
-        run_id=run["run_id"],
-        host_addr=host_addr,
-        master_addr=run["master_addr"],
-        master_port=run["master_port"],
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_port(host: str, port: int) -> None:

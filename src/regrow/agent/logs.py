@@ -25,11 +25,10 @@ class LogPaths:
 class Logs:
     """Hands out log files and copies the teed ones to the console. Its tailing threads end with ``stop``."""
 
-    def __init__(self, options: RunOptions, run_id: str, first_rank: int) -> None:
-        self._nproc = options.nproc
+    def __init__(self, options: RunOptions, run_id: str) -> None:
+        self._slots = options.slots
         self._role = options.role
         self._run_id = run_id
-        self._first_rank = first_rank
         self._specs = DefaultLogsSpecs(
             log_dir=str(options.log_dir),
             redirects=Std.from_str(options.redirects),
@@ -45,7 +44,7 @@ class Logs:
         if dest is None:
             # torchrun makes an attempt's directory for all ranks at once; here a rank may be alone in it
             common = {"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(incarnation)}
-            dest = self._specs.reify({rank: dict(common) for rank in range(self._nproc)})
+            dest = self._specs.reify({rank: dict(common) for rank in range(self._slots)})
             self._attempts[incarnation] = dest
         paths = LogPaths(dest.stdouts[local_rank], dest.stderrs[local_rank], dest.error_files[local_rank])
         for files, stream in ((dest.tee_stdouts, sys.stdout), (dest.tee_stderrs, sys.stderr)):

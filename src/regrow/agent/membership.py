@@ -1,8 +1,9 @@
 """Decide what becomes of the world when something happens to it. Pure: no clock, no sockets, no processes.
 
-``decide(world, event)`` returns the next world and the reason in words. Agents apply it by compare-and-set on one key,
-so any agent may report what happened to its own workers and none has to lead. An event that comes late, or twice, or
-from a process that has been replaced meanwhile changes nothing: incarnations and generations fence it.
+``decide(world, event)`` returns the next world and the reason in words. Agents apply it by compare-and-set on one key.
+Any agent may report what happened to its own workers; that a host is lost, only the leader says. An event that comes
+late, or twice, or from what has been replaced meanwhile changes nothing: incarnations, generations, the sessions of
+hosts and the epochs of leaders fence it.
 """
 
 from __future__ import annotations
@@ -10,92 +11,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from regrow.agent.world import Loss, Phase, Raised, World
+from regrow.agent.happenings import (
+    Event,
+    Exited,
+    Finished,
+    Led,
+    Lost,
+    LostWorker,
+    NodeJoined,
+    NodeLost,
+    Resumed,
+    SetupDone,
+    Stopped,
+    Suspect,
+)
+from regrow.agent.homes import evict, settle
+from regrow.agent.world import Loss, Node, Phase, World
 
 SAME_EXCEPTION_LIMIT = 3
 """An exception that comes at the same rank and step this many times is a bug, not bad luck."""
-
-
-@dataclass(frozen=True)
-class SetupDone:
-    """A rank's set-up is complete; it enters the training loop."""
-
-    rank: int
-    incarnation: int
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """One worker's end. ``step`` is the last it told of; ``raised`` is set if it ended by an exception of its own."""
-
-    rank: int
-    incarnation: int
-    why: str
-    step: int | None = None
-    raised: Raised | None = None
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Workers are gone; losses that are noticed together cost one generation together."""
-
-    workers: tuple[LostWorker, ...]
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A rank holds training state again and goes on at this generation."""
-
-    rank: int
-    incarnation: int
-    generation: int
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A rank has completed its last step at this generation."""
-
-    rank: int
-    incarnation: int
-    generation: int
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A rank's connection broke though its agent knows of nobody's death."""
-
-    rank: int
-    incarnation: int
-    generation: int
-    why: str
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A rank's process ended with exit code 0."""
-
-    rank: int
-    incarnation: int
-    step: int | None = None
-    t: float = 0.0
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """Somebody asked a node's agent to stop, or the agent cannot go on."""
-
-    node: int
-    why: str
-    exit_code: int
-    t: float = 0.0
-
-
-Event = SetupDone | Lost | Resumed | Finished | Suspect | Exited | Stopped
 
 
 @dataclass(frozen=True)
@@ -113,6 +47,10 @@ def decide(world: World, event: Event) -> Decision:
     match event:
         case Lost():
             return _lost(world, event)
+        case NodeJoined():
+            return _joined(world, event)
+        case Led():
+            return _led(world, event)
         case Stopped():
             return _failed(world, event.why, event.t, exit_code=event.exit_code)
         case SetupDone() | Resumed() | Finished() | Suspect() | Exited():
@@ -163,8 +101,36 @@ def _setup_done(world: World, event: SetupDone) -> Decision:
         return Decision(replace(world, ready=ready, t=event.t, reason=reason), reason)
     everyone = tuple(range(world.world_size))
     reason = "all ranks are set up: training begins"
-    begun = replace(world, phase=Phase.TRAINING, ready=ready, holders=everyone, t=event.t, reason=reason)
+    took_s = max(0.0, event.t - world.setup_t)
+    begun = replace(
+        world, phase=Phase.TRAINING, ready=ready, holders=everyone, setup_s=took_s, t=event.t, reason=reason
+    )
     return Decision(begun, reason)
+
+
+def _joined(world: World, event: NodeJoined) -> Decision:
+    """A host comes. Whoever had its number before is gone: the store gave the place away."""
+    known = world.nodes.get(event.node)
+    if known is not None and known.session == event.session:
+        return Decision(world, f"ignored: node {event.node} has joined already, and a session does not come back")
+    if known is not None and known.alive:
+        gone = NodeLost(event.node, known.session, "another has its place")
+        world = _lost(world, Lost((), event.t, (gone,))).world
+        if world.over:
+            return Decision(world, world.reason)
+    nodes = {**world.nodes, event.node: Node(event.session, event.slots, event.standby)}
+    settled = settle(replace(world, nodes=nodes, t=event.t), world)
+    if world.phase is Phase.SETUP and world.homeless:
+        settled = replace(settled, setup_t=event.t)
+    reason = f"node {event.node} has joined{_moved(world.homeless, settled)}"
+    return Decision(replace(settled, reason=reason), reason)
+
+
+def _led(world: World, event: Led) -> Decision:
+    if world.leader == event.session or not world.knows(event.node, event.session):
+        return Decision(world, f"ignored: node {event.node} leads already, or is no member")
+    reason = f"node {event.node} leads"
+    return Decision(replace(world, epoch=world.epoch + 1, leader=event.session, t=event.t, reason=reason), reason)
 
 
 def _suspect(world: World, event: Suspect) -> Decision:
@@ -200,60 +166,100 @@ def _exited(world: World, event: Exited) -> Decision:
 
 
 def _lost(world: World, event: Lost) -> Decision:
+    before = world
+    nodes = [
+        node for node in event.nodes if event.epoch in (None, world.epoch) and world.knows(node.node, node.session)
+    ]
     workers = [worker for worker in event.workers if worker.incarnation == world.incarnation[worker.rank]]
+    if not workers and not nodes:
+        return Decision(world, "ignored: these have been replaced since, or it is no longer theirs to say who is lost")
+    who = [f"rank {worker.rank} ({worker.why})" for worker in workers]
+    for node in nodes:
+        known = {*world.exited, *(worker.rank for worker in workers)}
+        with_it = [rank for rank in world.ranks_of(node.node) if rank not in known]
+        why = f"its host, node {node.node}: {node.why}"
+        workers += [LostWorker(rank, world.incarnation[rank], why) for rank in with_it]
+        who.append(f"node {node.node} ({node.why}){f' with {_ranks(with_it)}' if with_it else ''}")
+    world = evict(world, (node.node for node in nodes))
     if not workers:
-        return Decision(world, "ignored: these processes have been replaced since")
+        reason = f"{', '.join(who)} lost: nobody lived there"
+        return Decision(replace(world, t=event.t, reason=reason), reason)
+    if (failed := _no_use(world, workers, event.t)) is not None:
+        return failed
+    world = _counted(world, workers)
+    if (failed := _too_often(world, workers, event.t)) is not None:
+        return failed
+
+    gone = {worker.rank for worker in workers}
+    lost = tuple(Loss(worker.rank, worker.why, event.t) for worker in workers)
+    world = replace(world, generation=world.generation + 1, finished=(), lost=lost, t=event.t)
+    holders = tuple(rank for rank in world.holders if rank not in gone)
+    if world.phase is Phase.SETUP:
+        world = _from_the_beginning(world)
+        reason = f"{', '.join(who)} lost during set-up: nothing was trained yet, so all start again"
+    elif not holders:
+        world = _from_the_beginning(world)
+        reason = (
+            f"{', '.join(who)} lost and no one holds the training state any more: "
+            "the run starts again from its beginning"
+        )
+    else:
+        incarnation = tuple(n + (rank in gone) for rank, n in enumerate(world.incarnation))
+        world = replace(world, incarnation=incarnation, holders=holders)
+        reason = f"{', '.join(who)} lost: replaced, all others keep their state"
+    moved = world.homeless
+    world = settle(world, before)
+    reason += _moved(moved, world)
+    return Decision(replace(world, reason=reason), reason)
+
+
+def _no_use(world: World, workers: list[LostWorker], t: float) -> Decision | None:
+    """Return how the run ends if it is too late to replace anybody."""
     first = workers[0]
     if world.all_finished:
         sentence = f"rank {first.rank} died ({first.why}) after the last step, in code that regrow does not protect"
-        return _failed(world, sentence, event.t, evidence=first.raised.traceback if first.raised else "")
+        return _failed(world, sentence, t, evidence=first.raised.traceback if first.raised else "")
     if world.phase is Phase.TRAINING and world.exited:
-        return _left_early(world, event.t)
+        return _left_early(world, t)
+    return None
 
+
+def _counted(world: World, workers: list[LostWorker]) -> World:
     raised = dict(world.raised)
     for worker in workers:
         if worker.raised is not None:
             key = f"{worker.rank}@{worker.step}"
             known = raised.get(key)
             raised[key] = replace(known, count=known.count + 1) if known is not None else worker.raised
-    world = replace(world, raised=raised, restarts=world.restarts + len(workers))
+    return replace(world, raised=raised, restarts=world.restarts + len(workers))
+
+
+def _too_often(world: World, workers: list[LostWorker], t: float) -> Decision | None:
+    """Return how the run ends if a replacement would only fail again, or enough were lost."""
     for worker in workers:
         if worker.raised is not None and worker.raised.fatal:
             sentence = f"rank {worker.rank}: {worker.raised.kind}: {worker.raised.message}"
-            return _failed(world, sentence, event.t, evidence=worker.raised.traceback)
-        again = raised.get(f"{worker.rank}@{worker.step}")
+            return _failed(world, sentence, t, evidence=worker.raised.traceback)
+        again = world.raised.get(f"{worker.rank}@{worker.step}")
         if worker.raised is not None and again is not None and again.count >= SAME_EXCEPTION_LIMIT:
             where = "during set-up" if worker.step is None else f"at step {worker.step}"
             sentence = (
                 f"rank {worker.rank} failed {where} {again.count} times with {again.kind}: {again.message} "
                 "(a replacement would only fail again; the first traceback is shown)"
             )
-            return _failed(world, sentence, event.t, evidence=again.traceback)
+            return _failed(world, sentence, t, evidence=again.traceback)
     if world.restarts > world.max_restarts:
+        first = workers[0]
         sentence = (
             f"{world.restarts} workers were lost, more than --max-restarts {world.max_restarts} allows; "
             f"the last was rank {first.rank} ({first.why})"
         )
-        return _failed(world, sentence, event.t)
-
-    gone = {worker.rank for worker in workers}
-    lost = tuple(Loss(worker.rank, worker.why, event.t) for worker in workers)
-    who = ", ".join(f"rank {worker.rank} ({worker.why})" for worker in workers)
-    world = replace(world, generation=world.generation + 1, finished=(), lost=lost, t=event.t)
-    if world.phase is Phase.SETUP:
-        return _from_the_beginning(world, f"{who} lost during set-up: nothing was trained yet, so all start again")
-    holders = tuple(rank for rank in world.holders if rank not in gone)
-    if not holders:
-        return _from_the_beginning(
-            world, f"{who} lost and no one holds the training state any more: the run starts again from its beginning"
-        )
-    incarnation = tuple(n + (rank in gone) for rank, n in enumerate(world.incarnation))
-    reason = f"{who} lost: replaced, all others keep their state"
-    return Decision(replace(world, incarnation=incarnation, holders=holders, reason=reason), reason)
+        return _failed(world, sentence, t)
+    return None
 
 
-def _from_the_beginning(world: World, reason: str) -> Decision:
-    fresh = replace(
+def _from_the_beginning(world: World) -> World:
+    return replace(
         world,
         phase=Phase.SETUP,
         incarnation=tuple(n + 1 for n in world.incarnation),
@@ -261,9 +267,26 @@ def _from_the_beginning(world: World, reason: str) -> Decision:
         holders=(),
         finished=(),
         exited={},
-        reason=reason,
+        setup_t=world.t,
     )
-    return Decision(fresh, reason)
+
+
+def _moved(ranks: tuple[int, ...], world: World) -> str:
+    """Say where ranks without a home went."""
+    there: dict[int | None, list[int]] = {}
+    for rank in ranks:
+        there.setdefault(world.homes[rank], []).append(rank)
+    parts = [
+        f"{_ranks(some)} wait{'s' if len(some) == 1 else ''} for a host"
+        if node is None
+        else f"{_ranks(some)} now on node {node}"
+        for node, some in there.items()
+    ]
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _left_early(world: World, t: float) -> Decision:

@@ -21,8 +21,17 @@ class RunOptions:
     log_dir: Path
     nproc: int = 1
     nnodes: int = 1
+    """How many hosts the world is made of."""
+    max_nodes: int | None = None
+    """How many hosts may be there without ``standby``; those that are more wait for a loss."""
+    standby: bool = False
+    max_slots: int | None = None
     node_rank: int | None = None
     endpoint: tuple[str, int] | None = None
+    store: tuple[tuple[str, int], ...] = ()
+    """The members of the etcd cluster to use; none: the first agent hosts the store."""
+    store_timeout_s: float = 10.0
+    """So long may the store be away, and so long a node without the others taking it for lost."""
     join_timeout_s: float = 300.0
     run_id: str = ""
     role: str = "default"
@@ -51,8 +60,14 @@ class RunOptions:
             raise ValueError(f"--nproc-per-node must be at least 1, got {self.nproc}")
         if self.nnodes < 1:
             raise ValueError(f"--nnodes must be at least 1, got {self.nnodes}")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
+        if self.most_nodes < self.nnodes:
+            raise ValueError(f"--nnodes MIN:MAX: MAX is less than MIN, got {self.nnodes}:{self.most_nodes}")
+        if self.slots < self.nproc:
+            raise ValueError(f"--slots {self.slots} is less than --nproc-per-node {self.nproc}")
+        if self.standby and self.node_rank is not None:
+            raise ValueError("--standby and --node-rank cannot be used together: a standby is given its number")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.most_nodes:
+            raise ValueError(f"--node-rank must lie between 0 and {self.most_nodes - 1}, got {self.node_rank}")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts must not be negative, got {self.max_restarts}")
         if self.spares < 0:
@@ -64,6 +79,10 @@ class RunOptions:
             raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
         if self.snapshot_copies < 1:
             raise ValueError(f"--snapshot-copies must be at least 1 (the rank's own host), got {self.snapshot_copies}")
+        if not (math.isfinite(self.store_timeout_s) and self.store_timeout_s >= 2):
+            raise ValueError(f"--store-timeout must be at least 2 seconds, got {self.store_timeout_s}")
+        if self.store and not self.alone and not self.run_id:
+            raise ValueError("--store with several nodes needs --rdzv-id, the same on all: it names the run's keys")
         if self.journal_mb < 1:
             raise ValueError(f"--journal-memory must be at least 1 MB, got {self.journal_mb}")
         if not re.fullmatch(r"host|rank|\d+(-\d+)?(,\d+(-\d+)?)*", self.failure_domain):
@@ -74,3 +93,18 @@ class RunOptions:
             raise ValueError(f"join_timeout must be a positive number of seconds, got {self.join_timeout_s}")
         if self.run_id and not re.fullmatch(r"[\w.:@+-]{1,100}", self.run_id):
             raise ValueError(f"--rdzv-id may hold letters, digits and . : @ + _ - only, got {self.run_id!r}")
+
+    @property
+    def most_nodes(self) -> int:
+        """How many hosts may be there without ``standby``."""
+        return self.nnodes if self.max_nodes is None else self.max_nodes
+
+    @property
+    def slots(self) -> int:
+        """How many ranks this host can hold at most."""
+        return self.nproc if self.max_slots is None else self.max_slots
+
+    @property
+    def alone(self) -> bool:
+        """No other host can ever be there."""
+        return self.most_nodes == 1 and not self.standby

@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 _PR_SET_PDEATHSIG = 1
+KILLED_S = 5.0
+"""How long a killed process may take to end before it counts as gone: it may hang in the kernel."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -179,6 +181,22 @@ class Process:
         if pipe is not None and not pipe.closed:
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             pipe.close()
+
+
+async def end_all(processes: Sequence[Process], grace_s: float, hurry: asyncio.Event) -> None:
+    """Ask all to end, then make them: SIGTERM, a grace that ``hurry`` cuts short, SIGKILL."""
+    for process in processes:
+        process.signal_group(signal.SIGTERM)
+        process.signal_group(signal.SIGCONT)
+    everyone = asyncio.gather(*(process.gone.wait() for process in processes))
+    waits: set[asyncio.Future[Any]] = {everyone, asyncio.ensure_future(hurry.wait())}
+    _, pending = await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    for process in processes:
+        process.kill()
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        await asyncio.wait_for(everyone, KILLED_S)
+    for future in pending:
+        future.cancel()
 
 
 def cpu_and_state(pid: int) -> tuple[int, str] | None:

@@ -5,6 +5,7 @@ Starting one costs CPU that a recovery needs more, so the agent says when to ref
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from regrow.agent.options import StartError
@@ -14,11 +15,14 @@ _FAILURES_LIMIT = 2
 
 
 class SparePool:
-    """Keeps up to ``wanted`` spares. ``start`` starts a process, ``say`` tells the person who watches."""
+    """Keeps up to ``wanted`` spares. ``start`` starts a process if it ``may``, ``say`` tells the person who watches."""
 
-    def __init__(self, wanted: int, start: Callable[[], Worker], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, wanted: int, start: Callable[[], Worker], may: Callable[[], bool], say: Callable[[str], None]
+    ) -> None:
         self._wanted = wanted
         self._start = start
+        self._may = may
         self._say = say
         self._failures = 0
         self._starting: list[Worker] = []
@@ -29,8 +33,13 @@ class SparePool:
         """All spares, ready or not."""
         return [*self._starting, *self._ready]
 
-    def refill(self) -> None:
-        """Start as many as are missing."""
+    def refill_in(self, seconds: float) -> None:
+        """Start as many as are missing then."""
+        asyncio.get_running_loop().call_later(seconds, self._refill)
+
+    def _refill(self) -> None:
+        if not self._may():
+            return
         try:
             while len(self._starting) + len(self._ready) < self._wanted:
                 self._starting.append(self._start())

@@ -10,10 +10,10 @@ import contextlib
 import hmac
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from regrow.agent.store import Change, Entry, MemoryStore, StoreLost
+from regrow.agent.store import Change, Entry, Lease, LeaseLost, MemoryStore, StoreLost
 from regrow.wire import Frame, encode, read_frame
 
 _HELLO_DEADLINE_S = 10.0
@@ -34,12 +34,16 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 class StoreServer:
-    """Serves a ``MemoryStore``. ``on_gone(node)`` is called when a node that had joined goes without saying goodbye."""
+    """Serves a ``MemoryStore``. ``on_ended(node, session)`` is called when the process of a node that had joined ends.
 
-    def __init__(self, store: MemoryStore, token: str, on_gone: Callable[[int], None]) -> None:
+    That it has ended is certain only if it closed the connection, or the kernel did for it. A connection that broke
+    otherwise says nothing: the node may be cut off, and its lease decides.
+    """
+
+    def __init__(self, store: MemoryStore, token: str, on_ended: Callable[[int, str], Awaitable[None]]) -> None:
         self._store = store
         self._token = token
-        self._on_gone = on_gone
+        self._on_ended = on_ended
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
@@ -67,7 +71,8 @@ class StoreServer:
         self._clients.add(task)
         keep_alive(writer)
         watches: dict[int, asyncio.Task[None]] = {}
-        node: int | None = None
+        joined: tuple[int, str] | None = None
+        ended = False
         try:
             hello = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
             if hello["type"] != "hello" or not token_matches(hello.get("token"), self._token):
@@ -78,9 +83,9 @@ class StoreServer:
                 frame = await read_frame(reader)
                 match frame.head["type"]:
                     case "joined":
-                        node = int(frame.head["node"])
+                        joined = int(frame.head["node"]), str(frame.head["session"])
                     case "goodbye":
-                        node = None
+                        joined = None
                     case "watch":
                         number = int(frame.head["id"])
                         watches[number] = asyncio.create_task(self._feed(writer, number, str(frame.head["prefix"])))
@@ -90,33 +95,45 @@ class StoreServer:
                     case _:
                         writer.write(await self._answer(frame))
                         await writer.drain()
-        except (EOFError, OSError, TimeoutError, KeyError, ValueError, asyncio.CancelledError):
+        except (EOFError, BrokenPipeError):
+            ended = True  # the kernel says that the pipe is broken if it was reset after it had been closed
+        except (OSError, TimeoutError, KeyError, ValueError, asyncio.CancelledError):
             pass  # whatever a client does wrong or however it goes, its connection ends and that is all
         finally:
             self._clients.discard(task)
             for feed in watches.values():
                 feed.cancel()
             writer.close()
-            if node is not None:
-                self._on_gone(node)
+            if joined is not None and ended:
+                await self._on_ended(*joined)
 
     async def _answer(self, frame: Frame) -> bytes:
         head, blob = frame
         reply: dict[str, Any] = {"type": "reply", "id": head["id"]}
         key = str(head["key"])
+        lease = None if head.get("lease") is None else self._store.lease(int(head["lease"]))
+        if lease is None and head.get("lease") is not None:
+            return encode(reply | {"lease_lost": True, "kept": False})
         match head["type"]:
             case "get":
                 entry = await self._store.get(key)
                 reply["version"] = None if entry is None else entry.version
                 return encode(reply, b"" if entry is None else entry.value)
             case "put":
-                reply["version"] = await self._store.put(key, blob)
+                reply["version"] = await self._store.put(key, blob, lease)
             case "compare_and_set":
-                reply["version"] = await self._store.compare_and_set(key, int(head["version"]), blob)
+                reply["version"] = await self._store.compare_and_set(key, int(head["version"]), blob, lease)
             case "delete":
                 reply["count"] = await self._store.delete(key, prefix=bool(head["prefix"]))
             case "keys":
                 reply["keys"] = await self._store.keys(key)
+            case "grant":
+                granted = await self._store.grant(float(head["ttl_s"]))
+                reply |= {"number": granted.number, "ttl_s": granted.ttl_s}
+            case "keep" if lease is not None:
+                reply["kept"] = await lease.keep()
+            case "revoke" if lease is not None:
+                await lease.revoke()
             case other:
                 raise ValueError(f"unknown request {other!r}")
         return encode(reply)
@@ -128,11 +145,32 @@ class StoreServer:
             writer.write(encode(head, change.value or b""))
 
 
+class TcpLease:
+    """A ``Lease`` of the store in another agent. Whoever is cut off from it simply does not renew any more."""
+
+    def __init__(self, store: TcpStore, number: int, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.number = number
+        self._store = store
+
+    async def keep(self) -> bool:
+        """See ``Lease``."""
+        return await self._store.keep(self)
+
+    async def revoke(self) -> None:
+        """See ``Lease``."""
+        await self._store.revoke(self)
+
+
 class TcpStore:
     """A ``ControlStore`` that lives in another agent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: tuple[str, int, str]
+    ) -> None:
         self._writer = writer
+        self._address = address
+        self._presence: TcpStore | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Frame]] = {}
         self._watches: dict[int, asyncio.Queue[Change | None]] = {}
@@ -156,19 +194,27 @@ class TcpStore:
         if answer.head["type"] != "welcome":
             writer.close()
             raise PermissionError(str(answer.head.get("error", "it is not a regrow agent")))
-        return cls(reader, writer)
+        return cls(reader, writer, (host, port, token))
 
     @property
     def local_address(self) -> str:
         """The address of this host that the store's host can reach."""
         return str(self._writer.get_extra_info("sockname")[0])
 
-    def joined(self, node: int) -> None:
-        """From now on the server reports it if this connection breaks."""
-        self._writer.write(encode({"type": "joined", "node": node}))
+    async def joined(self, node: int, session: str) -> None:
+        """From now on the server takes the end of this process for the end of the node's session.
+
+        It is told by a connection of its own, on which the server sends nothing: one that is closed while something in
+        it is unread would be reset, which proves nothing. ``OSError`` if it cannot be made.
+        """
+        if self._presence is None or self._presence._lost:
+            self._presence = await TcpStore.connect(*self._address)
+        self._presence._writer.write(encode({"type": "joined", "node": node, "session": session}))
 
     async def close(self) -> None:
         """Say goodbye and disconnect."""
+        if self._presence is not None:
+            await self._presence.close()
         with contextlib.suppress(OSError):
             self._writer.write(encode({"type": "goodbye"}))
             await self._writer.drain()
@@ -212,13 +258,14 @@ class TcpStore:
         frame = await self._ask("get", key)
         return None if frame.head["version"] is None else Entry(frame.blob, frame.head["version"])
 
-    async def put(self, key: str, value: bytes) -> int:
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         """See ``ControlStore``."""
-        return int((await self._ask("put", key, value)).head["version"])
+        return int(_written(await self._ask("put", key, value, lease=_number(lease)))["version"])
 
-    async def compare_and_set(self, key: str, version: int, value: bytes) -> int | None:
+    async def compare_and_set(self, key: str, version: int, value: bytes, lease: Lease | None = None) -> int | None:
         """See ``ControlStore``."""
-        new: int | None = (await self._ask("compare_and_set", key, value, version=version)).head["version"]
+        frame = await self._ask("compare_and_set", key, value, version=version, lease=_number(lease))
+        new: int | None = _written(frame)["version"]
         return new
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
@@ -244,3 +291,34 @@ class TcpStore:
             del self._watches[number]
             if not self._lost:
                 self._writer.write(encode({"type": "unwatch", "id": number}))
+
+    # ------------------------------------------------------------------ leases
+
+    async def grant(self, ttl_s: float) -> TcpLease:
+        """See ``ControlStore``."""
+        if ttl_s <= 0:
+            raise ValueError(f"a lease needs a positive time to live, got {ttl_s}")
+        head = (await self._ask("grant", "", ttl_s=ttl_s)).head
+        return TcpLease(self, int(head["number"]), float(head["ttl_s"]))
+
+    async def keep(self, lease: TcpLease) -> bool:
+        """Renew a lease; False if it is over."""
+        return bool((await self._ask("keep", "", lease=lease.number)).head["kept"])
+
+    async def revoke(self, lease: TcpLease) -> None:
+        """End a lease; nothing happens if it is over."""
+        await self._ask("revoke", "", lease=lease.number)
+
+
+def _number(lease: Lease | None) -> int | None:
+    if lease is None:
+        return None
+    if not isinstance(lease, TcpLease):
+        raise LeaseLost("the lease is not of this store")
+    return lease.number
+
+
+def _written(answer: Frame) -> dict[str, Any]:
+    if answer.head.get("lease_lost"):
+        raise LeaseLost("the lease is over")
+    return answer.head

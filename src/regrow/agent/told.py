@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regrow.agent.join import Site
+from regrow.agent.seats import Site
 from regrow.agent.worker import Environment, Worker
 from regrow.agent.world import World
 
@@ -21,22 +21,23 @@ def world_frame(world: World, setup_deadline_s: float) -> dict[str, Any]:
         "all_finished": world.all_finished,
         "reason": world.reason,
         "setup_deadline_s": setup_deadline_s,
+        "homeless": list(world.homeless),
         "t": world.t,
     }
 
 
-def assign_frame(worker: Worker, site: Site, env: Environment, generation: int) -> dict[str, Any]:
+def assign_frame(worker: Worker, site: Site, env: Environment, world: World) -> dict[str, Any]:
     """Who the worker is. A spare also learns where its output has to go; others were started with it."""
     rank, paths = worker.rank, worker.paths
     assert rank is not None and paths is not None
     return {
         "type": "assign",
         "rank": rank,
-        "local_rank": rank - site.ranks[0],
+        "local_rank": worker.local_rank,
         "world_size": site.world_size,
-        "env": env.of_rank(rank, worker.incarnation, paths.error_file),
+        "env": env.of_rank(worker, len(world.ranks_of(site.node))),
         "incarnation": worker.incarnation,
-        "generation": generation,
+        "generation": world.generation,
         "replacement": worker.replacement,
         "small_state_path": str(env.small_state_path(rank)),
         "host_addr": site.host_addr,

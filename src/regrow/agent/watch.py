@@ -16,13 +16,21 @@ def setup_deadline_s(first_setup_s: float) -> float:
 
 
 class Watch:
-    """``workers()`` are those that must show signs of life now; ``kill(worker, why)`` ends one."""
+    """``workers()`` are those that must show signs of life now; ``kill(worker, why)`` ends one.
+
+    While ``complete()`` is false, a rank has no host to live on: whoever waits for it does so as long as it takes.
+    """
 
     def __init__(
-        self, limits: Limits, workers: Callable[[], Iterable[Worker]], kill: Callable[[Worker, str], None]
+        self,
+        limits: Limits,
+        workers: Callable[[], Iterable[Worker]],
+        complete: Callable[[], bool],
+        kill: Callable[[Worker, str], None],
     ) -> None:
         self._limits = limits
         self._workers = workers
+        self._complete = complete
         self._kill = kill
         self.first_setup_s = 0.0
         self.setup_deadline_s = setup_deadline_s(0.0)
@@ -57,5 +65,7 @@ class Watch:
         elif worker.link is None and worker.stopped_for(now) > self._limits.dead_after_s:
             self._kill(worker, f"stopped for {worker.stopped_for(now):.1f} s while it started")
             return
+        if not self._complete():
+            worker.attempt_t = now
         if worker.replacement and not worker.resumed and now - worker.attempt_t > self.setup_deadline_s:
             self._kill(worker, f"its set-up as a replacement took more than {self.setup_deadline_s:.0f} s")

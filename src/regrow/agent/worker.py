@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from regrow.agent.health import Judgement, Limits, Vitals, judge
-from regrow.agent.join import Site
 from regrow.agent.link import Link
 from regrow.agent.logs import LogPaths
 from regrow.agent.options import RunOptions
 from regrow.agent.process import Process, cpu_and_state
+from regrow.agent.seats import Site
 from regrow.agent.world import Raised
 from regrow.lifeline import Observer
 from regrow.peer.keeper import Keeper
@@ -27,6 +30,7 @@ class Worker:
     """A process that holds a rank, or a spare (``rank`` is None) that may come to hold one."""
 
     rank: int | None = None
+    local_rank: int = 0
     incarnation: int = 0
     replacement: bool = False
     spare: bool = False
@@ -74,6 +78,20 @@ class Worker:
         if isinstance(head.get("step"), int):
             self.step = head["step"]
 
+    def watch_lifeline(self, path: object, directory: Path, died: Callable[[Worker], None]) -> None:
+        """Let ``died`` be called as soon as its main thread ends, if it holds a lifeline in our own directory."""
+        # a worker that a wrapper script started is not the process whose end counts
+        if not isinstance(path, str) or self.pid != self.process.pid or Path(path).parent != directory:
+            return
+        loop = asyncio.get_running_loop()
+
+        def told() -> None:
+            with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
+                loop.call_soon_threadsafe(died, self)
+
+        with contextlib.suppress(OSError):
+            self.lifeline = Observer(Path(path), told)
+
     def stopped_for(self, now: float) -> float:
         """Return for how long a process that has not said hello has been seen stopped: it has no heartbeat to miss."""
         look = cpu_and_state(self.process.pid)
@@ -108,9 +126,9 @@ class Environment:
     def __init__(
         self, options: RunOptions, site: Site, socket_path: Path, shared_dir: Path, keeper: Keeper | None
     ) -> None:
-        self._site = site
         self._shared_dir = shared_dir
         self._common = {
+            # the host's own number, also on a standby: what fails together must be seen by it
             "GROUP_RANK": str(site.node),
             "ROLE_NAME": options.role,
             "LOCAL_WORLD_SIZE": str(options.nproc),
@@ -134,22 +152,24 @@ class Environment:
         if keeper is not None:
             self._common["REGROW_KEEPER"] = json.dumps([*keeper.address, str(keeper.directory)])
             self._common["REGROW_SNAPSHOT_COPIES"] = str(options.snapshot_copies)
-        if options.nproc > 1:
+        if options.slots > 1:
             self._common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if options.faults is not None:
             self._common["REGROW_FAULTS"] = options.faults
 
-    def of_rank(self, rank: int, incarnation: int, error_file: str) -> dict[str, str]:
+    def of_rank(self, worker: Worker, local_world_size: int) -> dict[str, str]:
         """What a process with this rank must find in its environment, also if it gets the rank only later."""
+        assert worker.paths is not None
         return {
             **self._common,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank - self._site.ranks[0]),
-            "ROLE_RANK": str(rank),
-            "TORCHELASTIC_RESTART_COUNT": str(incarnation),
-            "TORCHELASTIC_ERROR_FILE": error_file,
+            "RANK": str(worker.rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "ROLE_RANK": str(worker.rank),
+            "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation),
+            "TORCHELASTIC_ERROR_FILE": worker.paths.error_file,
             "REGROW_ROLE": "worker",
-            "REGROW_INCARNATION": str(incarnation),
+            "REGROW_INCARNATION": str(worker.incarnation),
         }
 
     def of_spare(self, param_bytes: int) -> dict[str, str]:

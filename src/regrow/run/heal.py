@@ -181,18 +181,23 @@ class Healer:
         self._event("resumed", generation=generation, step=self.step)
 
     def _meet(self, generation: Generation) -> None:
-        """Wait until every rank is there, a replacement through its set-up, before anyone connects to anyone."""
+        """Wait until every rank is there, a replacement through its set-up, before anyone connects to anyone.
+
+        A rank whose host is lost may have to wait for another one; its set-up has all of its time from then on.
+        """
         key = f"gen{generation}/here/"
-        world = dist.get_world_size()
+        keys = [f"{key}{rank}" for rank in range(dist.get_world_size())]
         ask = self._link.ask
-        limit = self._link.world.setup_deadline_s
         ask({"type": "store", "op": "set", "key": f"{key}{self._rank}"}, b"1", timeout_s=30.0, current=generation)
-        keys = [f"{key}{rank}" for rank in range(world)]
-        reply = ask(
-            {"type": "store", "op": "wait", "keys": keys, "timeout_s": limit}, timeout_s=limit + 10, current=generation
-        )
-        if not reply.head.get("ok"):
-            raise TimeoutError(f"not every rank came to generation {generation} within {limit:.0f} s")
+        waiting = True
+        while waiting:
+            waiting = bool(self._link.world.homeless)
+            limit = self._link.world.setup_deadline_s
+            wait = {"type": "store", "op": "wait", "keys": keys, "timeout_s": limit}
+            if ask(wait, timeout_s=limit + 10, current=generation).head.get("ok"):
+                return
+            waiting = waiting or bool(self._link.world.homeless)
+        raise TimeoutError(f"not every rank came to generation {generation} within {limit:.0f} s")
 
     def _exchange(self, holding: Holding) -> list[dict[str, Any]]:
         envelope = {

@@ -7,18 +7,22 @@ gone.
 
 from __future__ import annotations
 
+import math
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from regrow import wire
 from regrow.errors import LinkLost, Superseded
+from regrow.fence import Fence
 from regrow.ids import Generation
 
 
@@ -33,6 +37,8 @@ class WorldView:
     all_finished: bool = False
     setup_deadline_s: float = 60.0
     """How long a replacement may take; longer than its agent gives it, so that the agent decides."""
+    homeless: tuple[int, ...] = ()
+    """Ranks that no host has room for: they come when one is found, however long that takes."""
 
 
 class Link:
@@ -53,6 +59,7 @@ class Link:
         self.on_generation: Callable[[WorldView], None] | None = None
         self.beat: Callable[[], dict[str, Any]] = dict
         self._watcher: threading.Thread | None = None
+        self._fence = Fence(Path(path).parent) if Path(path).with_name("fence").exists() else None
         self._beat_every_s = 1.0
         self._closing = False
         self.send(hello)
@@ -132,13 +139,15 @@ class Link:
             self._sock.settimeout(60.0)
             next_beat = time.monotonic()
             while True:
-                now = time.monotonic()
+                now, until_t = time.monotonic(), math.inf if self._fence is None else self._fence.until_t
+                if now >= until_t:
+                    self._fenced()
                 if now >= next_beat:
                     self.send({"type": "heartbeat", **self.beat()})
                     next_beat = now + self._beat_every_s
                 ready = select.poll()  # not ``select``, which takes no descriptor above 1023
                 ready.register(self._sock, select.POLLIN)
-                if ready.poll(max(0.0, next_beat - time.monotonic()) * 1000):
+                if ready.poll(max(0.0, min(next_beat, until_t) - time.monotonic()) * 1000):
                     self._take(wire.recv_frame(self._sock))
         except (EOFError, OSError, ValueError, LinkLost) as error:
             if not self._closing:
@@ -147,6 +156,11 @@ class Link:
                     f"[regrow] the agent of this host is gone ({error}); this worker ends", file=sys.stderr, flush=True
                 )
                 os._exit(1)
+
+    def _fenced(self) -> None:
+        """Another host may hold this rank by now. Not even what was forked may do anything more."""
+        print("[regrow] this host is cut off from the others; this worker ends", file=sys.stderr, flush=True)
+        os.killpg(0, signal.SIGKILL)
 
     def _take(self, frame: wire.Frame) -> None:
         head = frame.head
@@ -163,6 +177,7 @@ class Link:
                     holders=tuple(head.get("holders", ())),
                     all_finished=bool(head.get("all_finished")),
                     setup_deadline_s=float(head.get("setup_deadline_s", 60.0)) + 10.0,
+                    homeless=tuple(head.get("homeless", ())),
                 )
                 newer = view.generation > self.world.generation
                 if newer and self.on_generation is not None:

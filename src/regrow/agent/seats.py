@@ -1,0 +1,241 @@
+"""Who is which node. A host's place is a key under its lease: it is free again when the host is gone.
+
+The first ``--nnodes`` places are the run's; the host that has the first one says what the run looks like when all are
+taken. Whoever comes then, or comes as a standby, holds a place of its own and no rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from regrow.agent.leader import HOSTS, WORLD_KEY
+from regrow.agent.options import RunOptions, StartError
+from regrow.agent.remains import RUN_KEY, STARTING, begun, wipe
+from regrow.agent.store import ControlStore, LeaseLost, StoreLost
+from regrow.agent.store_tcp import StoreServer
+from regrow.agent.tenure import Tenure
+from regrow.agent.world import Node, World
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """This agent's place in the run, in one session. ``birth`` is another one for every run, whatever its id."""
+
+    store: ControlStore
+    server: StoreServer | None
+    tenure: Tenure
+    node: int
+    session: str
+    nprocs: tuple[int, ...]
+    run_id: str
+    birth: str
+    host_addr: str
+    master_addr: str
+    master_port: int
+    leave: Callable[[], Awaitable[None]] | None = None
+    """Lets go of a store that this agent does not host."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers on all nodes."""
+        return sum(self.nprocs)
+
+
+class CannotReturn(Exception):
+    """This node has no place in the run any more, and will not get one."""
+
+
+async def take(options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str) -> tuple[int, str]:
+    """Take a place; return its number, and the session that holds it. ``StartError`` if there is none."""
+    session = uuid.uuid4().hex
+    info = _info(options, session, host_addr)
+    until = time.monotonic() + options.dead_after_s + 2 * _POLL_S  # by then a predecessor that is gone is forgotten
+    while True:
+        for node in await _candidates(options, store, begun=await begun(store)):
+            if await store.compare_and_set(f"{HOSTS}{node}", 0, info, tenure.lease) is not None:
+                return node, session
+        if time.monotonic() > until:
+            break
+        await asyncio.sleep(_POLL_S)
+    if options.node_rank is not None:
+        raise StartError(f"this node cannot join: node rank {options.node_rank} is already taken")
+    raise StartError(
+        f"this node cannot join: all {options.most_nodes} are already taken (with --standby it would wait for a loss)"
+    )
+
+
+async def _candidates(options: RunOptions, store: ControlStore, *, begun: bool) -> Iterable[int]:
+    """The numbers to try, in order."""
+    if options.node_rank is not None:
+        return [options.node_rank]
+    if not begun and not options.standby:
+        return range(options.most_nodes)
+    there = await store.keys(HOSTS)
+    if not options.standby and len(there) >= options.most_nodes:
+        return []
+    entry = await store.get(WORLD_KEY)
+    # the number of a lost host is left to it: it may come back
+    known = {int(key.removeprefix(HOSTS)) for key in there} | set(World.loads(entry.value).nodes if entry else ())
+    first = max({options.nnodes - 1, *known}) + 1
+    return range(first, first + 1000)
+
+
+async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
+    """Take this node's place once more, as a new session. ``CannotReturn`` if it is taken, or the run is gone."""
+    entry = await store.get(RUN_KEY)
+    if entry is None or json.loads(entry.value).get("birth") != site.birth:
+        raise CannotReturn("the run that this node took part in is no longer there")
+    key, session = f"{HOSTS}{site.node}", uuid.uuid4().hex
+    info = _info(options, session, site.host_addr)
+    if site.tenure.lease is not None:
+        with contextlib.suppress(StoreLost, LeaseLost):  # or it may lead, without anybody who does, until it expires
+            await site.tenure.lease.revoke()
+    tenure = await Tenure.begin(store, options.dead_after_s)
+    try:
+        place = await store.get(key)
+        if place is not None and json.loads(place.value)["session"] != site.session:
+            raise CannotReturn(f"another host is node {site.node} now")
+        version = 0 if place is None else place.version
+        if await store.compare_and_set(key, version, info, tenure.lease) is None:
+            raise StoreLost("the place was just changing")
+    except BaseException:
+        await tenure.close()
+        raise
+    return replace(site, store=store, tenure=tenure, session=session)
+
+
+def _info(options: RunOptions, session: str, host_addr: str) -> bytes:
+    told = {"session": session, "address": host_addr, "nproc": options.nproc, "slots": options.slots}
+    return json.dumps({**told, "nnodes": options.nnodes, "standby": options.standby}).encode()
+
+
+async def lead(
+    options: RunOptions,
+    store: ControlStore,
+    server: StoreServer | None,
+    tenure: Tenure,
+    host_addr: str,
+    session: str,
+) -> Site:
+    """As the first node: wait for the others, then say what the run looks like."""
+    nodes = await _gather(options, store, server, tenure)
+    odd = [node for node, info in nodes.items() if info["nnodes"] != options.nnodes]
+    if odd:
+        other = nodes[odd[0]]["nnodes"]
+        sentence = f"node {odd[0]} was started with --nnodes {other}, node 0 with {options.nnodes}"
+        await _call_off(store, server, tenure, sentence)
+    starting = await store.compare_and_set(RUN_KEY, 0, STARTING, tenure.lease)
+    if starting is None:  # its lease had ended meanwhile, and another began the run, or called it off
+        return await follow(store, tenure, 0, session, host_addr)
+    await wipe(store, tenure.lease)
+    members = [nodes[node] for node in range(options.nnodes)]
+    run: dict[str, Any] = {
+        "run_id": options.run_id or uuid.uuid4().hex[:12],
+        "birth": uuid.uuid4().hex,
+        "nprocs": [info["nproc"] for info in members],
+        "master_addr": host_addr,
+        "master_port": options.master_port if options.master_port is not None and server is None else free_port(),
+    }
+    hosts = [Node(info["session"], info["slots"]) for info in members]
+    await store.put(WORLD_KEY, World.first(run["nprocs"], options.max_restarts, time.time(), hosts).dumps())
+    if await store.compare_and_set(RUN_KEY, starting, json.dumps(run).encode()) is None:
+        raise LeaseLost("the lease is over")
+    return _site(run, store, server, tenure, 0, session, host_addr)
+
+
+async def _gather(
+    options: RunOptions, store: ControlStore, server: StoreServer | None, tenure: Tenure
+) -> dict[int, dict[str, Any]]:
+    """Return what the nodes of the run tell of themselves, once all are there."""
+    nodes: dict[int, dict[str, Any]] = {}
+    try:
+        async with asyncio.timeout(options.join_timeout_s), contextlib.aclosing(store.watch(HOSTS)) as changes:  # type: ignore[type-var]
+            while len(nodes) < options.nnodes:
+                change = await anext(changes)
+                node = int(change.key.removeprefix(HOSTS))
+                if node >= options.nnodes:
+                    continue
+                if change.value is not None:
+                    nodes[node] = json.loads(change.value)
+                else:
+                    nodes.pop(node, None)
+    except TimeoutError:
+        missing = ", ".join(str(node) for node in range(options.nnodes) if node not in nodes)
+        sentence = f"only {len(nodes)} of {options.nnodes} nodes joined within {options.join_timeout_s:g} s"
+        await _call_off(store, server, tenure, f"{sentence} (missing: node {missing})")
+    return nodes
+
+
+async def _call_off(store: ControlStore, server: StoreServer | None, tenure: Tenure, sentence: str) -> None:
+    """Tell those who wait. It hangs on the lease, so that it is not in the way of the next run."""
+    await store.compare_and_set(RUN_KEY, 0, json.dumps({"error": sentence}).encode(), tenure.lease)
+    if server is not None:
+        await server.drain(1.0)
+    raise StartError(sentence)
+
+
+async def follow(store: ControlStore, tenure: Tenure, node: int, session: str, host_addr: str) -> Site:
+    """As any other node: wait until the first has seen all."""
+    waiting = asyncio.create_task(_run(store))
+    either: set[asyncio.Future[Any]] = {waiting, tenure.over}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise StartError(f"this node lost its place while it waited for the others: {tenure.over.result()}")
+        run = waiting.result()
+    finally:
+        waiting.cancel()
+    if "error" in run:
+        raise StartError(str(run["error"]))
+    return _site(run, store, None, tenure, node, session, host_addr)
+
+
+async def _run(store: ControlStore) -> dict[str, Any]:
+    async with contextlib.aclosing(store.watch(RUN_KEY)) as changes:  # type: ignore[type-var]
+        async for change in changes:
+            if change.key == RUN_KEY and change.value is not None:
+                run: dict[str, Any] = json.loads(change.value)
+                if "birth" in run or "error" in run:
+                    return run
+    raise StoreLost("the watch ended")
+
+
+def _site(
+    run: dict[str, Any],
+    store: ControlStore,
+    server: StoreServer | None,
+    tenure: Tenure,
+    node: int,
+    session: str,
+    host_addr: str,
+) -> Site:
+    return Site(
+        store=store,
+        server=server,
+        tenure=tenure,
+        node=node,
+        session=session,
+        nprocs=tuple(run["nprocs"]),
+        run_id=run["run_id"],
+        birth=run["birth"],
+        host_addr=host_addr,
+        master_addr=run["master_addr"],
+        master_port=run["master_port"],
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens at just now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
