@@ -103,23 +103,26 @@ def ask_where_they_stand(log_dir: Path) -> None:
             time.sleep(0.2)
 
 
-def run_hosts(*args: str, hosts: int, flags: tuple[str, ...] = (), **more) -> list[Job]:
-    """Run one job on several hosts: agents of this machine, each with an address of its own."""
+def run_hosts(*args: str, hosts: int, standbys: int = 0, flags: tuple[str, ...] = (), **more) -> list[Job]:
+    """Run one job on several hosts: agents of this machine, each with an address of its own. Standbys come last."""
     port = free_port()
     jobs: dict[int, Job] = {}
 
     def host(number: int) -> None:
-        own = ("--nnodes", str(hosts), "--node-rank", str(number), "--rdzv-endpoint", f"127.0.0.1:{port}")
+        own = ("--nnodes", str(hosts), "--rdzv-endpoint", f"127.0.0.1:{port}")
+        own += ("--node-rank", str(number)) if number < hosts else ("--standby",)
         own += ("--host-addr", f"127.0.0.{number + 1}")
         jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret"}, **more)
 
-    threads = [threading.Thread(target=host, args=(number,), name=f"host-{number}") for number in range(hosts)]
+    threads = [
+        threading.Thread(target=host, args=(number,), name=f"host-{number}") for number in range(hosts + standbys)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(jobs) == [*range(hosts)], "a host's job did not end by itself"
-    return [jobs[number] for number in range(hosts)]
+    assert sorted(jobs) == [*range(hosts + standbys)], "a host's job did not end by itself"
+    return [jobs[number] for number in range(hosts + standbys)]
 
 
 @functools.cache

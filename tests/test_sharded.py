@@ -113,3 +113,15 @@ def test_another_hosts_memory():
     assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
     plans = [plan for job in jobs for plan in job.plans()]
     assert "restore  rank 1: the snapshot of step" in plans[0] and "from the memory of host 1" in plans[0], plans
+
+
+def test_a_lost_host():
+    """Agent, workers and their memory are gone: a standby takes the ranks, the other host has their snapshots."""
+    expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
+    args = ("--steps", "10", "--lose-host", "2", "5")
+    jobs = harness.run_hosts(*args, hosts=2, standbys=1, nproc=2, spares=2, script=SCRIPT)
+    assert [job.code for job in jobs] == [0, -9, 0], "".join(job.output for job in jobs)
+    ranks = jobs[0].ranks | jobs[2].ranks
+    assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
+    plans = [plan for job in jobs for plan in job.plans()]
+    assert "another host's memory has the part of ranks 2, 3" in plans[0], plans

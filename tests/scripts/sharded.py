@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,13 @@ def damage(run: regrow.Run, which: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_host() -> None:
+    """Kill the agent of this host; its workers die with it."""
+    agent = next(each for each in psutil.Process().parents() if "regrow" in each.cmdline() and "run" in each.cmdline())
+    agent.kill()
+    signal.pause()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", default="fsdp", choices=("fsdp", "hsdp", "zero"))
@@ -69,6 +77,7 @@ def main() -> None:
     parser.add_argument(
         "--damage", choices=("newest", "all", "gone"), help="rank 1 damages its snapshots in step 4, and dies"
     )
+    parser.add_argument("--lose-host", type=int, nargs=2, metavar=("RANK", "STEP"), help="kill this rank's agent there")
     parser.add_argument("--pretend-room", type=int, help="so many bytes of memory are left")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -94,6 +103,8 @@ def main() -> None:
         with step:
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
+            if args.lose_host == [run.rank, step.index] and run.generation == 0:
+                lose_host()
             x, y = step.batch
             opt.zero_grad()
             loss = nn.functional.cross_entropy(model(x).float(), y)
