@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup system check test test-all demo demo-pipeline bench bench-pipeline chaos format clean
+.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline chaos format clean
 
 setup: $(READY)
 
@@ -36,6 +36,9 @@ demo: setup
 
 demo-pipeline: setup
 	$(BIN)/python examples/demo.py --pipeline
+
+demo-hosts: setup system
+	$(BIN)/python examples/demo_hosts.py
 
 bench: setup
 	$(BIN)/python bench/data_parallel.py
