@@ -206,3 +206,23 @@ def test_one_that_waits_hears_why_another_gave_up():
                 await node.places.leave()
 
     run(check)
+
+
+class Overtaken(MemoryStore):
+    """While somebody looks for nodes of the old run, a new one of that name begins."""
+
+    async def keys(self, prefix):
+        await self.put(RUN_KEY, b'{"places": ["new"]}')
+        return await super().keys(prefix)
+
+
+def test_a_run_that_has_begun_meanwhile_is_not_cleared_away():
+    async def check(_):
+        store = Overtaken()
+        await store.put(RUN_KEY, b'{"places": ["old"]}')
+        await store.put(WORLD_KEY, b"new")
+        await Places(OPTIONS, store, TTL_S, lambda node: None)._clear()
+        assert (await store.get(RUN_KEY)).value == b'{"places": ["new"]}'
+        assert await store.get(WORLD_KEY) is not None
+
+    run(check)

@@ -80,7 +80,7 @@ class Places:
         with contextlib.suppress(StoreLost, LeaseLost):
             if self._lease is not None:
                 await self._lease.revoke()
-            if self._places and not await self._store.keys(_NODES):
+            if self._places:
                 await self._clear()
 
     # ------------------------------------------------------------------ before the run
@@ -88,14 +88,13 @@ class Places:
     async def _wait_for_the_last_run(self) -> None:
         """A run of the same name may still be ending, or may have ended without a chance to clear up."""
         while await self._store.get(RUN_KEY) is not None:
-            if not await self._store.keys(_NODES):
-                await self._clear()
+            await self._clear()
             await asyncio.sleep(_POLL_S)
 
     async def _clear(self) -> None:
         """Delete what a run without nodes has left, if nobody else does; its name is free when that is done."""
-        entry = await self._store.get(RUN_KEY)
-        if entry is None or "places" not in json.loads(entry.value):
+        entry = await self._store.get(RUN_KEY)  # before the nodes: if there are none, this run can have no more
+        if entry is None or "places" not in json.loads(entry.value) or await self._store.keys(_NODES):
             return
         lease = await self._store.grant(self._ttl_s)
         if await self._store.compare_and_set(RUN_KEY, entry.version, b'{"clearing": true}', lease) is not None:
