@@ -9,6 +9,8 @@ import uuid
 import pytest
 
 from agent_harness import Job
+from harness import check
+from regrow import testing
 
 TOKEN = {"REGROW_TOKEN": "a secret of both"}
 
@@ -136,3 +138,9 @@ def test_an_etcd_that_is_not_there(start):
     job = start("--store", "etcd://127.0.0.1:1", "--store-timeout", "2", "--rdzv-conf", "join_timeout=0.5")
     assert job.wait() == 1
     assert job.err.startswith("regrow run: error: etcd cannot be reached within 0.5 s: ")
+
+
+def test_training_is_healed_over_etcd(etcd):
+    faults = testing.decode("kill rank=1 step=3 point=in_backward")
+    check("--steps", "5", nproc=2, faults=faults, flags=("--store", etcd.url))
+    assert left_in(etcd) == 0
