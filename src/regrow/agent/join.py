@@ -115,8 +115,8 @@ async def _meet(options: RunOptions, on_node_gone: Callable[[int], None]) -> Sit
                 await store.close()
         store.disconnect()  # if it came to nothing else: leases end by themselves
 
+    await _reached(store, options)
     try:
-        await _reached(store, options)
         port = options.master_port if options.master_port is not None else _free_port()
         host_addr = options.host_addr or store.local_address
         node, run = await places.gather(host_addr, port)
@@ -139,8 +139,12 @@ async def _reached(store: EtcdStore, options: RunOptions) -> None:
             return
         except (StoreLost, TimeoutError) as error:
             if time.monotonic() > deadline:
+                store.disconnect()
                 why = str(error) or "no answer"
                 raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
+        except BaseException:
+            store.disconnect()
+            raise
 
 
 async def _lead(options: RunOptions, store: ControlStore, server: StoreServer | None, host_addr: str) -> Site:
