@@ -122,10 +122,9 @@ def test_without_a_majority_all_waits_end(etcd, run):
             with pytest.raises(StoreLost, match="etcd did not answer within 3 s"):
                 await work
 
-        await asyncio.gather(
-            lost(store.get("a")), lost(store.put("a", b"2")), lost(lease.keep()), lost(watching.told(2))
-        )
-        assert time.monotonic() - begun < 3 * 3.0
+        await asyncio.gather(lost(store.get("a")), lost(store.put("a", b"2")), lost(watching.told(2)))
+        await lost(lease.keep())  # a leader that is alone renews leases for a second more, until it sees that it is
+        assert time.monotonic() - begun < 4 * 3.0
 
     run(check, timeout_s=3.0)
 

@@ -88,16 +88,15 @@ async def _meet(options: RunOptions) -> Site:
     tenure: Tenure | None = None
 
     async def leave() -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.store_timeout_s):
                 with contextlib.suppress(StoreLost, LeaseLost):
                     await clear(store, options.dead_after_s)
                 await store.close()
-        except TimeoutError:
-            store.disconnect()  # the leases end by themselves
+        store.disconnect()  # if it came to nothing else: leases end by themselves
 
+    await _reached(store, options)
     try:
-        await _reached(store, options)
         async with asyncio.timeout(options.join_timeout_s):
             await forget_the_last(store, options.dead_after_s)
         host_addr = options.host_addr or store.local_address
@@ -125,8 +124,12 @@ async def _reached(store: EtcdStore, options: RunOptions) -> None:
             return
         except (StoreLost, TimeoutError) as error:
             if time.monotonic() > deadline:
+                store.disconnect()
                 why = str(error) or "no answer"
                 raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
+        except BaseException:
+            store.disconnect()
+            raise
 
 
 async def _own(options: RunOptions, store: MemoryStore, host_addr: str) -> str:
