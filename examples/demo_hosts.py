@@ -26,7 +26,7 @@ from lab import Lab, why_not
 
 HERE = Path(__file__).parent
 HOSTS, STANDBYS, WORKERS, MEMBERS, STEPS = 4, 2, 2, 3, 90
-DEAD_AFTER_S = 4
+DEAD_AFTER_S = 5
 DEADLINE_S = 300.0
 
 

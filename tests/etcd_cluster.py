@@ -1,5 +1,6 @@
 """A real etcd of three members on loopback, each of which can be killed, stopped and brought back."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -100,3 +101,29 @@ class Cluster:
             time.sleep(0.05)
         logs = [path.read_text()[-1000:] for path in self.directory.glob("*.log")]
         raise AssertionError("\n".join(["etcd does not start", *logs]))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+class Watching:
+    """Collects what a watch tells."""
+
+    def __init__(self, store, prefix):
+        self.changes = []
+        self._task = asyncio.create_task(self._watch(store, prefix))
+
+    async def _watch(self, store, prefix):
+        async for change in store.watch(prefix):
+            self.changes.append(change)
+
+    async def told(self, count):
+        await until(lambda: len(self.changes) >= count or self._task.done())
+        if self._task.done():
+            self._task.result()
+
+    async def close(self):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

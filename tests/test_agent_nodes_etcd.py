@@ -9,6 +9,8 @@ import uuid
 import pytest
 
 from agent_harness import Job
+from harness import check
+from regrow import testing
 
 TOKEN = {"REGROW_TOKEN": "a secret of both"}
 
@@ -33,13 +35,20 @@ def start(tmp_path, etcd):
         job.kill()
 
 
-def left_in(etcd):
-    """How many keys of runs there are."""
-    return int(etcd.ask(0, "kv/range", key="L3JlZ3Jvdy8=", range_end="L3JlZ3JvdzA=", count_only=True).get("count", 0))
+@pytest.fixture
+def left(etcd):
+    """The keys of runs that were not there before."""
+
+    def keys():
+        found = etcd.ask(0, "kv/range", key="L3JlZ3Jvdy8=", range_end="L3JlZ3JvdzA=", keys_only=True)
+        return {kv["key"] for kv in found.get("kvs", [])}
+
+    before = keys()
+    return lambda: keys() - before
 
 
 @pytest.mark.parametrize("role", ["leader", "follower"])
-def test_workers_are_healed_while_a_member_is_lost(start, etcd, role):
+def test_workers_are_healed_while_a_member_is_lost(start, etcd, left, role):
     zero = start("--nproc-per-node", "2", rank=0)
     one = start("--host-addr", "127.0.0.2", "--spares", "1", rank=1)
     assert one.note("assign", rank=2)["assign"]["host_addr"] == "127.0.0.2"
@@ -61,19 +70,19 @@ def test_workers_are_healed_while_a_member_is_lost(start, etcd, role):
     zero.assert_clean()
     one.assert_clean()
     etcd.until_whole()
-    assert left_in(etcd) == 0
+    assert not left()
 
 
-def test_nodes_without_ranks_are_numbered_as_they_come_and_a_run_of_the_same_name_may_follow(start, etcd):
+def test_nodes_without_ranks_are_numbered_as_they_come_and_a_run_of_the_same_name_may_follow(start, left):
     for runs in (1, 2):
         jobs = [start(plan={}) for _ in range(2)]
         assert [job.wait() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
         assert sorted(one["rank"] for one in jobs[0].notes("end")) == sorted([0, 1] * runs)
-    assert left_in(etcd) == 0
+    assert not left()
 
 
 @pytest.mark.parametrize("who", ["leader", "other"])
-def test_a_lost_host_is_replaced_whichever_it_is(start, etcd, who):
+def test_a_lost_host_is_replaced_whichever_it_is(start, left, who):
     jobs = [start(rank=rank) for rank in (0, 1)]
     for rank in (0, 1):
         jobs[0].note("steps done", rank=rank)
@@ -93,7 +102,7 @@ def test_a_lost_host_is_replaced_whichever_it_is(start, etcd, who):
     living.assert_clean()
     epochs = [event["epoch"] for job in (*jobs, standby) for event in job.events("leader")]
     assert sorted(epochs) == ([1, 2] if who == "leader" else [1])
-    assert left_in(etcd) == 0
+    assert not left()
 
 
 def test_a_run_goes_on_when_etcd_is_back(start, etcd):
@@ -111,7 +120,7 @@ def test_a_run_goes_on_when_etcd_is_back(start, etcd):
     assert "node 0 is back, as a standby" in job.err
 
 
-def test_signal_to_one_agent_ends_the_other(start, etcd):
+def test_signal_to_one_agent_ends_the_other(start, left):
     jobs = [start(rank=rank) for rank in (0, 1)]
     for rank in (0, 1):
         jobs[0].note("steps done", rank=rank)
@@ -119,7 +128,7 @@ def test_signal_to_one_agent_ends_the_other(start, etcd):
     assert [job.wait() for job in jobs] == [143, 143], jobs[0].err + jobs[1].err
     assert "node 0: stopped by SIGTERM" in jobs[1].err
     jobs[0].assert_clean()
-    assert left_in(etcd) == 0
+    assert not left()
 
 
 def test_without_a_majority_the_nodes_end_their_workers(start, etcd):
@@ -136,3 +145,9 @@ def test_an_etcd_that_is_not_there(start):
     job = start("--store", "etcd://127.0.0.1:1", "--store-timeout", "2", "--rdzv-conf", "join_timeout=0.5")
     assert job.wait() == 1
     assert job.err.startswith("regrow run: error: etcd cannot be reached within 0.5 s: ")
+
+
+def test_training_is_healed_over_etcd(etcd, left):
+    faults = testing.decode("kill rank=1 step=3 point=in_backward")
+    check("--steps", "5", nproc=2, faults=faults, flags=("--store", etcd.url))
+    assert not left()

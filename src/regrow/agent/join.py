@@ -18,7 +18,7 @@ from dataclasses import replace
 from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.options import RunOptions, StartError
 from regrow.agent.remains import begun, clear, forget_the_last
-from regrow.agent.seats import CannotReturn, Site, follow, lead, retake, take
+from regrow.agent.seats import CannotReturn, Site, follow, lead, retake, sit, take
 from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
 from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
@@ -39,7 +39,7 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
             _check_port("", options.master_port)
         store, host_addr = MemoryStore(), options.host_addr or "127.0.0.1"
         session = await _own(options, store, host_addr)
-        return await lead(options, store, None, Tenure.unlimited(), host_addr, session)
+        return await lead(options, store, None, Tenure.unlimited(), 0, session, host_addr)
     assert options.endpoint is not None
     host, port = options.endpoint
     deadline = time.monotonic() + options.join_timeout_s
@@ -63,7 +63,7 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
                 raise StartError(f"node 0 cannot listen at {host}:{port}: {_plain(error)}") from None
         else:
             try:
-                return await lead(options, memory, server, Tenure.unlimited(), host_addr, session)
+                return await lead(options, memory, server, Tenure.unlimited(), 0, session, host_addr)
             except BaseException:
                 await server.close()
                 raise
@@ -88,33 +88,27 @@ async def _meet(options: RunOptions) -> Site:
     tenure: Tenure | None = None
 
     async def leave() -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.store_timeout_s):
                 with contextlib.suppress(StoreLost, LeaseLost):
                     await clear(store, options.dead_after_s)
                 await store.close()
-        except TimeoutError:
-            store.disconnect()  # the leases end by themselves
+        store.disconnect()  # if it came to nothing else: leases end by themselves
 
+    await _reached(store, options)
     try:
-        await _reached(store, options)
         async with asyncio.timeout(options.join_timeout_s):
             await forget_the_last(store, options.dead_after_s)
         host_addr = options.host_addr or store.local_address
         tenure = await Tenure.begin(store, options.dead_after_s)
-        node, session = await take(options, store, tenure, host_addr)
-        if node == 0 and not await begun(store):
-            site = await lead(options, store, None, tenure, host_addr, session)
-        else:
-            async with asyncio.timeout(options.join_timeout_s):
-                site = await follow(store, tenure, node, session, host_addr)
-        return replace(site, leave=leave)
+        return replace(await sit(options, store, tenure, host_addr), leave=leave)
     except BaseException as error:
         if tenure is not None:
             await tenure.close()
         await leave()
         if isinstance(error, TimeoutError):
-            raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
+            waited = f"within {options.join_timeout_s:g} s"
+            raise StartError(f"an earlier run with --rdzv-id {options.run_id} did not end {waited}") from None
         if isinstance(error, StoreLost | LeaseLost):
             raise StartError(str(error)) from None
         raise
@@ -130,8 +124,12 @@ async def _reached(store: EtcdStore, options: RunOptions) -> None:
             return
         except (StoreLost, TimeoutError) as error:
             if time.monotonic() > deadline:
+                store.disconnect()
                 why = str(error) or "no answer"
                 raise StartError(f"etcd cannot be reached within {options.join_timeout_s:g} s: {why}") from None
+        except BaseException:
+            store.disconnect()
+            raise
 
 
 async def _own(options: RunOptions, store: MemoryStore, host_addr: str) -> str:

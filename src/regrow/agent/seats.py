@@ -1,7 +1,7 @@
 """Who is which node. A host's place is a key under its lease: it is free again when the host is gone.
 
-The first ``--nnodes`` places are the run's; the host that has the first one says what the run looks like when all are
-taken. Whoever comes then, or comes as a standby, holds a place of its own and no rank.
+The first ``--nnodes`` places are the run's; when all are taken, one of their hosts says what the run looks
+like. Whoever comes then, or comes as a standby, holds a place of its own and no rank.
 """
 
 from __future__ import annotations
@@ -90,6 +90,18 @@ async def _candidates(options: RunOptions, store: ControlStore, *, begun: bool) 
     return range(first, first + 1000)
 
 
+async def sit(options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str) -> Site:
+    """Take a place in a store that nobody hosts, and wait until the world's hosts are there."""
+    node, session = await take(options, store, tenure, host_addr)
+    if node < options.nnodes and not await begun(store):
+        return await lead(options, store, None, tenure, node, session, host_addr)
+    try:
+        async with asyncio.timeout(options.join_timeout_s):
+            return await follow(store, tenure, node, session, host_addr)
+    except TimeoutError:
+        raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
+
+
 async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
     """Take this node's place once more, as a new session. ``CannotReturn`` if it is taken, or the run is gone."""
     entry = await store.get(RUN_KEY)
@@ -116,6 +128,8 @@ async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
 
 def _info(options: RunOptions, session: str, host_addr: str) -> bytes:
     told = {"session": session, "address": host_addr, "nproc": options.nproc, "slots": options.slots}
+    # where an agent has the store, that is at the port that was given
+    told["port"] = options.master_port if options.store or options.alone else None
     return json.dumps({**told, "nnodes": options.nnodes, "standby": options.standby}).encode()
 
 
@@ -124,33 +138,41 @@ async def lead(
     store: ControlStore,
     server: StoreServer | None,
     tenure: Tenure,
-    host_addr: str,
+    node: int,
     session: str,
+    host_addr: str,
 ) -> Site:
-    """As the first node: wait for the others, then say what the run looks like."""
-    nodes = await _gather(options, store, server, tenure)
-    odd = [node for node, info in nodes.items() if info["nnodes"] != options.nnodes]
-    if odd:
-        other = nodes[odd[0]]["nnodes"]
-        sentence = f"node {odd[0]} was started with --nnodes {other}, node 0 with {options.nnodes}"
-        await _call_off(store, server, tenure, sentence)
-    starting = await store.compare_and_set(RUN_KEY, 0, STARTING, tenure.lease)
-    if starting is None:  # its lease had ended meanwhile, and another began the run, or called it off
-        return await follow(store, tenure, 0, session, host_addr)
+    """As one of the world's hosts: wait for the others, then say what the run looks like, unless another does.
+
+    One that dies of it leaves that to the others.
+    """
+    while True:
+        nodes = await _gather(options, store, server, tenure)
+        odd = [other for other, info in nodes.items() if info["nnodes"] != options.nnodes]
+        if odd:
+            other = nodes[odd[0]]["nnodes"]
+            sentence = f"node {odd[0]} was started with --nnodes {other}, node {node} with {options.nnodes}"
+            await _call_off(store, server, tenure, sentence)
+        starting = await store.compare_and_set(RUN_KEY, 0, STARTING, tenure.lease)
+        if starting is not None:
+            break
+        announced = await _announced(store)
+        if announced is not None:
+            return _site(announced, store, server, tenure, node, session, host_addr)
     await wipe(store, tenure.lease)
     members = [nodes[node] for node in range(options.nnodes)]
     run: dict[str, Any] = {
         "run_id": options.run_id or uuid.uuid4().hex[:12],
         "birth": uuid.uuid4().hex,
         "nprocs": [info["nproc"] for info in members],
-        "master_addr": host_addr,
-        "master_port": options.master_port if options.master_port is not None and server is None else free_port(),
+        "master_addr": members[0]["address"],
+        "master_port": members[0]["port"] or free_port(),
     }
     hosts = [Node(info["session"], info["slots"]) for info in members]
     await store.put(WORLD_KEY, World.first(run["nprocs"], options.max_restarts, time.time(), hosts).dumps())
     if await store.compare_and_set(RUN_KEY, starting, json.dumps(run).encode()) is None:
         raise LeaseLost("the lease is over")
-    return _site(run, store, server, tenure, 0, session, host_addr)
+    return _site(run, store, server, tenure, node, session, host_addr)
 
 
 async def _gather(
@@ -185,7 +207,7 @@ async def _call_off(store: ControlStore, server: StoreServer | None, tenure: Ten
 
 
 async def follow(store: ControlStore, tenure: Tenure, node: int, session: str, host_addr: str) -> Site:
-    """As any other node: wait until the first has seen all."""
+    """As anybody else: wait until the world's hosts are there."""
     waiting = asyncio.create_task(_run(store))
     either: set[asyncio.Future[Any]] = {waiting, tenure.over}
     try:
@@ -195,18 +217,29 @@ async def follow(store: ControlStore, tenure: Tenure, node: int, session: str, h
         run = waiting.result()
     finally:
         waiting.cancel()
-    if "error" in run:
-        raise StartError(str(run["error"]))
     return _site(run, store, None, tenure, node, session, host_addr)
 
 
 async def _run(store: ControlStore) -> dict[str, Any]:
+    while True:
+        run = await _announced(store)
+        if run is not None:
+            return run
+
+
+async def _announced(store: ControlStore) -> dict[str, Any] | None:
+    """Return what the run looks like as soon as somebody says it; None if whoever began to is gone."""
     async with contextlib.aclosing(store.watch(RUN_KEY)) as changes:  # type: ignore[type-var]
         async for change in changes:
-            if change.key == RUN_KEY and change.value is not None:
-                run: dict[str, Any] = json.loads(change.value)
-                if "birth" in run or "error" in run:
-                    return run
+            if change.key != RUN_KEY:
+                continue
+            if change.value is None:
+                return None
+            run: dict[str, Any] = json.loads(change.value)
+            if "error" in run:
+                raise StartError(str(run["error"]))
+            if "birth" in run:
+                return run
     raise StoreLost("the watch ended")
 
 
