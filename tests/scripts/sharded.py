@@ -77,7 +77,15 @@ def main() -> None:
     parser.add_argument(
         "--damage", choices=("newest", "all", "gone"), help="rank 1 damages its snapshots in step 4, and dies"
     )
-    parser.add_argument("--lose-host", type=int, nargs=2, metavar=("RANK", "STEP"), help="kill this rank's agent there")
+    parser.add_argument(
+        "--lose-host",
+        type=int,
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("RANK", "STEP"),
+        help="kill this rank's agent there",
+    )
     parser.add_argument("--pretend-room", type=int, help="so many bytes of memory are left")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -103,7 +111,7 @@ def main() -> None:
         with step:
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
-            if args.lose_host == [run.rank, step.index] and run.generation == 0:
+            if [run.rank, step.index] in args.lose_host and run.generation == 0:
                 lose_host()
             x, y = step.batch
             opt.zero_grad()
