@@ -132,3 +132,13 @@ def test_two_nodes():
     ranks = jobs[0].ranks | jobs[1].ranks
     assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
     assert len(jobs[0].events("worker_lost")) == len(jobs[1].events("worker_lost")) == 1
+
+
+def test_a_lost_host():
+    """Replicas have the parameters; what was the lost ranks' own lies in the memory of another host."""
+    args = ("--steps", "8", "--optimizer", "adam")
+    expected = undisturbed(*args, nproc=4)
+    jobs = run_hosts(*args, "--lose-host", "2", "3", hosts=2, standbys=1, nproc=2, spares=2)
+    assert [job.code for job in jobs] == [0, -9, 0], "".join(job.output for job in jobs)
+    ranks = jobs[0].ranks | jobs[2].ranks
+    assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()

@@ -36,7 +36,7 @@ MAY_KNOW = {
     "journal": {"errors", "wire", "dial"},
     "courier": {"errors", "wire", "dial"},
     "state": {"ids", "errors", "plan", "slots", "testing"},
-    "peer": {"ids", "wire", "dial"},
+    "peer": {"ids", "wire", "dial", "slots"},
     "fsdp": set(),
     "pieces": set(),
     "updates": {"ids", "pieces", "plan", "state", "undo", "ddp", "testing"},

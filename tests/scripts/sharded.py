@@ -9,7 +9,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import regrow
+from host import lose_host
 from regrow import state_digest
 
 
@@ -58,13 +58,6 @@ def damage(run: regrow.Run, which: str) -> None:
         raw[6000] ^= 1
         path.write_bytes(raw)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lose_host() -> None:
-    """Kill the agent of this host; its workers die with it."""
-    agent = next(each for each in psutil.Process().parents() if "regrow" in each.cmdline() and "run" in each.cmdline())
-    agent.kill()
-    signal.pause()
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import regrow
+from host import lose_host
 from regrow import state_digest
 
 
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--idle-at", type=int, default=-1, help="no update in this step")
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--raise-rank", type=int, default=1)
+    parser.add_argument("--lose-host", type=int, nargs=2, metavar=("RANK", "STEP"), help="kill this rank's agent there")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
@@ -167,6 +169,8 @@ def main() -> None:
                 torch.save(state, args.out / f"step{step.index}.rank{run.rank}.pt")
             if step.index == args.sever_at and run.rank == 0 and step.attempt == 0:
                 run._fabric.abort("a cable was pulled")
+            if args.lose_host == [run.rank, step.index] and run.generation == 0:
+                lose_host()
             opt.zero_grad()
             total = 0.0
             fixed = [(torch.ones(4, 16), torch.arange(4))]

@@ -11,6 +11,7 @@ from regrow import dial, wire
 from regrow.ids import Step
 from regrow.peer.keeper import Address, fill, send, tune
 from regrow.peer.memory import Buffer, Damaged, Layout
+from regrow.slots import Left
 
 _ANSWER_S = 60.0
 
@@ -68,22 +69,43 @@ class Client:
         fill(connection, into.body(layout))
         into.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
 
+    def put_small(self, rank: int, generation: int, kind: str, step: Step, payload: bytes) -> None:
+        """Return when the keeper has what a rank leaves of its own."""
+        head = {"type": "small", "rank": rank, "generation": generation, "kind": kind, "step": step}
+        self._connected().sendall(wire.encode(head, payload))
+        self._expect("kept")
+
+    def get_small(self, rank: int) -> Left:
+        """Return what a rank has left of its own."""
+        self._connected().sendall(wire.encode({"type": "get_small", "rank": rank}))
+        head, blob = self._frame("left")
+        starts, at = {}, 0
+        for step, size in head["starts"]:
+            starts[Step(step)] = blob[at : at + size]
+            at += size
+        live = None if head["live"] is None else (Step(head["live"][0]), blob[at:])
+        return Left(starts, live)
+
     def drop_after(self, rank: int, step: Step) -> None:
         """Let the keeper give up what it has of later steps."""
         self._connected().sendall(wire.encode({"type": "drop_after", "rank": rank, "step": step}))
         self._expect("dropped")
 
     def _expect(self, kind: str) -> dict[str, Any]:
+        return self._frame(kind).head
+
+    def _frame(self, kind: str) -> wire.Frame:
         assert self._connection is not None
         try:
-            answer = wire.recv_frame(self._connection).head
+            frame = wire.recv_frame(self._connection)
         except EOFError as error:
             raise ConnectionError(str(error)) from None
+        answer = frame.head
         if answer["type"] == "refused":
             raise Refused(str(answer.get("why")))
         if answer["type"] != kind:
             raise Damaged(f"a keeper answered {answer['type']!r} instead of {kind!r}")
-        return answer
+        return frame
 
     def end(self) -> None:
         """Wake whoever uses it."""

@@ -20,9 +20,11 @@ from typing import Any
 from regrow import wire
 from regrow.ids import Step
 from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, verify
+from regrow.slots import Left, Slots
 
 _HELLO_S = 10.0
 _NAME = re.compile(r"rank(\d+)\.0")
+_SMALL = re.compile(r"rank(\d+)\.small\..*")
 MAX_PARTS = 1 << 20
 
 Address = tuple[str, int]
@@ -32,6 +34,18 @@ def kept(directory: Path) -> dict[int, Shelf]:
     """Return what is kept in a directory, by rank; any process of this host may look."""
     names = [_NAME.fullmatch(path.name) for path in directory.glob("rank*.0")]
     return {int(name.group(1)): Shelf(directory / f"rank{name.group(1)}") for name in names if name is not None}
+
+
+def slots_of(directory: Path, rank: int) -> Slots:
+    """Return where a rank of another host has left its own small state."""
+    return Slots(directory / f"rank{rank}.small")
+
+
+def kept_small(directory: Path) -> dict[int, Left]:
+    """Return what ranks of other hosts have left here of their own small state."""
+    names = {_SMALL.fullmatch(path.name) for path in directory.glob("rank*.small.*")}
+    ranks = sorted({int(name.group(1)) for name in names if name is not None})
+    return {rank: slots_of(directory, rank).left() for rank in ranks}
 
 
 class Keeper:
@@ -45,6 +59,7 @@ class Keeper:
         self._say = say
         self._lock = threading.Lock()
         self._writers: dict[int, tuple[int, socket.socket]] = {}
+        self._slots: dict[int, Slots] = {}
         self._open: set[socket.socket] = set()
         self._closed = False
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -90,7 +105,7 @@ class Keeper:
                 return
             tune(connection)
             while True:
-                self._answer(connection, wire.recv_frame(connection).head)
+                self._answer(connection, *wire.recv_frame(connection))
         except EOFError:
             pass  # it has said all it had to say
         except (OSError, KeyError, TypeError, ValueError, Damaged) as error:
@@ -103,12 +118,16 @@ class Keeper:
                     del self._writers[rank]
             connection.close()
 
-    def _answer(self, connection: socket.socket, head: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, head: dict[str, Any], blob: bytes) -> None:
         match head["type"]:
             case "put":
                 self._put(connection, int(head["rank"]), int(head["generation"]), head)
             case "get":
                 self._get(connection, int(head["rank"]), Step(int(head["step"])))
+            case "small":
+                self._small(connection, int(head["rank"]), int(head["generation"]), head, blob)
+            case "get_small":
+                self._get_small(connection, int(head["rank"]))
             case "drop_after":
                 self._shelf(int(head["rank"])).drop_after(Step(int(head["step"])))
                 connection.sendall(wire.encode({"type": "dropped"}))
@@ -146,6 +165,25 @@ class Keeper:
                 raise ValueError(f"rank {rank} has a newer writer")
             buffer.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
         connection.sendall(wire.encode({"type": "kept"}))
+
+    def _small(
+        self, connection: socket.socket, rank: int, generation: int, head: dict[str, Any], payload: bytes
+    ) -> None:
+        """Keep what a rank leaves of its own at a step's start, or within a step."""
+        self._become_writer(connection, rank, generation)
+        slots = self._slots.setdefault(rank, slots_of(self.directory, rank))
+        (slots.start if head["kind"] == "start" else slots.live)(Step(int(head["step"])), payload)
+        connection.sendall(wire.encode({"type": "kept"}))
+
+    def _get_small(self, connection: socket.socket, rank: int) -> None:
+        left = slots_of(self.directory, rank).left()
+        parts = [*left.starts.items(), *([left.live] if left.live is not None else [])]
+        head = {
+            "type": "left",
+            "starts": [[step, len(payload)] for step, payload in left.starts.items()],
+            "live": None if left.live is None else [left.live[0], len(left.live[1])],
+        }
+        connection.sendall(wire.encode(head, b"".join(payload for _, payload in parts)))
 
     def _become_writer(self, connection: socket.socket, rank: int, generation: int) -> None:
         """One process writes a rank's snapshots: a newer generation's ends an older one's."""

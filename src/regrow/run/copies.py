@@ -15,9 +15,10 @@ from typing import Any
 from regrow.errors import PeerLost
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
-from regrow.peer.keeper import Address, kept
+from regrow.peer.keeper import Address, kept, kept_small
 from regrow.peer.memory import Buffer, Damaged, Layout
 from regrow.plan.placement import place
+from regrow.slots import Left
 
 Say = Callable[[str], None]
 Event = Callable[..., None]
@@ -70,11 +71,15 @@ class Copies:
         """All have said where their hosts keep snapshots."""
         self._addresses = {envelope["node"]: _address(envelope["keeper"]) for envelope in envelopes}
 
+    def pause(self) -> None:
+        """The generation is over: nobody keeps anything until the next one begins."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.close()
+
     def resume(self, generation: int, step: Step) -> int:
         """A generation begins: find out who keeps this rank's snapshots now; return how many hosts do."""
-        self.sever()
-        for client in self._clients.values():
-            client.close()
+        self.pause()
         self._generation = generation
         nodes = sorted(self._addresses)
         placement = place(len(nodes), min(self._host.copies, len(nodes)))
@@ -109,6 +114,32 @@ class Copies:
                 self._look()  # it was woken by the end of the generation
                 self._give_up(node, error)
         self.sending_s += time.monotonic() - began
+
+    def put_small(self, kind: str, step: Step, payload: bytes) -> None:
+        """Return when every keeper that can be reached has what this rank leaves of its own."""
+        for node, client in [*self._clients.items()]:
+            try:
+                client.put_small(self._rank, self._generation, kind, step, payload)
+            except (OSError, Refused, Damaged) as error:
+                self._look()
+                self._give_up(node, error)
+
+    def kept_small(self) -> list[list[Any]]:
+        """Return whose own small state lies in this host's memory: rank, steps at whose start, step within which."""
+        return [
+            [rank, sorted(left.starts), None if left.live is None else left.live[0]]
+            for rank, left in kept_small(self._host.kept).items()
+        ]
+
+    def fetch_small(self, node: int) -> Left:
+        """Return what this rank's predecessor has left on another host."""
+        client = self._client(node)
+        try:
+            return client.get_small(self._rank)
+        except (OSError, Refused, Damaged) as error:
+            raise PeerLost(f"what rank {self._rank} left cannot be had from host {node}: {error}") from None
+        finally:
+            client.close()
 
     def _give_up(self, node: int, error: Exception) -> None:
         client = self._clients.pop(node)

@@ -26,6 +26,7 @@ from regrow.peer import memory
 from regrow.plan import Copy, Holding, Load, Own, Plan, Restore, Settle, Undo, make_plan
 from regrow.run.flow import Flow
 from regrow.run.link import Link
+from regrow.run.mirror import MirroredSlots
 from regrow.run.snapshots import Snapshots
 from regrow.run.stages import Stages
 from regrow.slots import Left
@@ -50,6 +51,7 @@ class Healer:
         buckets: list[Buckets],
         stages: Stages | None,
         snapshots: Snapshots | None,
+        mirror: MirroredSlots | None,
         dead_after_s: float,
     ) -> None:
         self._rank = rank
@@ -61,6 +63,7 @@ class Healer:
         self._buckets = buckets
         self._stages = stages
         self._snapshots = snapshots
+        self._mirror = mirror
         self._sharded = [root for module in registry.modules.values() for root in fsdp.roots(module)]
         self.moved = False
         """Whether a plan has put this rank elsewhere than it was, perhaps to another try of the same step's number."""
@@ -144,6 +147,8 @@ class Healer:
         """Drop what the interrupted backward left behind: half-reduced gradients, DDP's unfinished reduction."""
         if self._snapshots is not None:
             self._snapshots.abandon()
+        if self._mirror is not None:
+            self._mirror.pause()
         for root in self._sharded:
             fsdp.abandon(root)
         for param in self._registry.params:
@@ -166,7 +171,11 @@ class Healer:
         holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
         if self._snapshots is not None:
             self._snapshots.heard(envelopes)
+        if self._mirror is not None:
+            holdings = self._mirror.heard(holdings, envelopes)
         plan = make_plan(holdings)
+        if self._mirror is not None and self.step is None:
+            self._left = self._mirror.fetch(self._rank) or self._left
         self._layouts = _layouts(plan, holdings, envelopes, self._rank)
         self._announce(plan, holdings, generation)
         self._carry_out(plan, holdings, generation)
@@ -174,6 +183,8 @@ class Healer:
             self._stages.resume(generation, plan, envelopes)
         if self._snapshots is not None:
             self._snapshots.resume(generation, plan.step, envelopes)
+        if self._mirror is not None:
+            self._mirror.resume(generation, plan.position(self._rank))
         dist.barrier()
         if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
@@ -205,6 +216,7 @@ class Healer:
             "buckets": [buckets.at_start() for buckets in self._buckets],
             **(self._stages.envelope() if self._stages is not None else {}),
             **(self._snapshots.envelope() if self._snapshots is not None else {}),
+            **(self._mirror.envelope() if self._mirror is not None else {}),
         }
         mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
         world = dist.get_world_size()

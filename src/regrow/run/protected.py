@@ -22,6 +22,7 @@ from regrow.run.base import Run
 from regrow.run.copies import Copies
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
+from regrow.run.mirror import MirroredSlots
 from regrow.run.roles import Roles
 from regrow.run.shared_step import Unshareable
 from regrow.run.snapshots import Snapshots
@@ -57,7 +58,9 @@ class ProtectedRun(Run):
         self._link = link
         self._fabric = fabric
         self._replacement = replacement
+        self._small_state_path = small_state_path
         self._slots = Slots(small_state_path)
+        self._mirror: MirroredSlots | None = None
         self._dead_after_s = dead_after_s
         self._in_step = False
         self._interrupted: str | None = None
@@ -111,6 +114,8 @@ class ProtectedRun(Run):
                         self._stages.close()
                     if self._snapshots is not None:
                         self._snapshots.close()
+                    if self._mirror is not None:
+                        self._mirror.close()
                     return
                 continue
             if self._stages is not None and not self._begin(self._stages, healer):
@@ -159,7 +164,9 @@ class ProtectedRun(Run):
         courier = None
         if self._stage is not None or self._registry.sharded:
             courier = Courier(self.rank, self._place.host_addr, self._place.token)
-        copies = self._copies() if self._registry.sharded else None
+        copies = self._copies()
+        if copies is not None and not self._registry.sharded:  # of sharded state it is a part of the snapshots
+            self._slots = self._mirror = MirroredSlots(self._small_state_path, copies)
         roles = Roles.exchange(
             self._stage,
             self._place.domain(self.rank),
@@ -216,6 +223,7 @@ class ProtectedRun(Run):
             buckets=buckets,
             stages=self._stages,
             snapshots=self._snapshots,
+            mirror=self._mirror,
             dead_after_s=self._dead_after_s,
         )
         self._updates.before_update = self._before_update
@@ -231,6 +239,8 @@ class ProtectedRun(Run):
             healer.capture()
             if self._stages is not None:
                 self._stages.first(healer.small_part())
+            if self._mirror is not None:
+                self._mirror.first(self._fabric.generation, roles.hosts)
             if self._snapshots is not None:
                 self._snapshots.first(self._fabric.generation, healer.small_part(), roles)
             size = sum(param.tensor.nbytes for param in self._registry.params)
@@ -271,6 +281,8 @@ class ProtectedRun(Run):
             self._stages.sever(below=world.generation)
         if self._snapshots is not None:
             self._snapshots.sever(below=world.generation)
+        if self._mirror is not None:
+            self._mirror.sever()
 
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
@@ -283,6 +295,8 @@ class ProtectedRun(Run):
                 self._stages.sever(below=self._fabric.generation + 1)
             if self._snapshots is not None:
                 self._snapshots.sever(below=self._fabric.generation + 1)
+            if self._mirror is not None:
+                self._mirror.sever()
             healer.wait_for_newer(
                 Generation(self._fabric.generation), problem or "a new generation began", found_here=found_here
             )
