@@ -133,7 +133,7 @@ class Environment:
             "ROLE_NAME": options.role,
             "LOCAL_WORLD_SIZE": str(options.nproc),
             "WORLD_SIZE": str(site.world_size),
-            "GROUP_WORLD_SIZE": str(options.nnodes),
+            "GROUP_WORLD_SIZE": str(len(site.nprocs)),
             "ROLE_WORLD_SIZE": str(site.world_size),
             "MASTER_ADDR": site.master_addr,
             "MASTER_PORT": str(site.master_port),
