@@ -97,7 +97,7 @@ def test_a_sender_that_dies_leaves_what_was_there(tmp_path, keeper, client, said
     client.close()
     torn = socket.create_connection(keeper.address)
     torn.sendall(wire.encode({"type": "hello", "token": TOKEN}))
-    torn.sendall(wire.encode({"type": "put", "rank": 0, "generation": 0, "sizes": [1000]}))
+    torn.sendall(wire.encode({"type": "put", "rank": 0, "generation": 0, "step": 3, "sizes": [1000]}))
     assert wire.recv_frame(torn).head["type"] == "ready"
     torn.sendall(b"x" * 500)
     torn.close()
@@ -152,7 +152,7 @@ def test_strangers_are_sent_away_and_named(tmp_path, keeper, client, said):
             assert ended(other)
     with socket.create_connection(keeper.address) as other:  # one that knows the token, and talks nonsense
         other.sendall(wire.encode({"type": "hello", "token": TOKEN}))
-        other.sendall(wire.encode({"type": "put", "rank": 0, "generation": 0, "sizes": [-5]}))
+        other.sendall(wire.encode({"type": "put", "rank": 0, "generation": 0, "step": 3, "sizes": [-5]}))
         other.settimeout(10)
         assert ended(other)
     said.wait_for("not the parts of a snapshot")

@@ -56,12 +56,14 @@ def test_what_was_put_there_comes_back(tmp_path):
 
 def test_a_snapshot_is_not_there_before_it_is_sealed(tmp_path):
     shelf, registry = Shelf(tmp_path / "rank0"), registry_of(1.0)
-    put(shelf.next(), registry, 1)
-    put(shelf.next(), registry, 2)
+    put(shelf.next(Step(1)), registry, 1)
+    put(shelf.next(Step(2)), registry, 2)
     assert sorted(shelf.whole()) == [1, 2]
-    shelf.next().open(Layout.of([10]))  # a kill in here leaves the other
+    shelf.next(Step(3)).open(Layout.of([10]))  # a kill in here leaves the other
     assert sorted(Shelf(tmp_path / "rank0").whole()) == [2]
-    put(shelf.next(), registry, 3)
+    put(shelf.next(Step(3)), registry, 3)
+    assert sorted(shelf.whole()) == [2, 3]
+    put(shelf.next(Step(3)), registry, 3)  # again: not at the cost of the one before
     assert sorted(shelf.whole()) == [2, 3]
     shelf.drop_after(Step(2))
     assert sorted(shelf.whole()) == [2]

@@ -88,6 +88,15 @@ def test_another_hosts_memory_has_what_a_lost_host_had():
     assert "restore  rank 2: the snapshot of step 5 from the memory of host 0" in plan.lines()
 
 
+def test_what_cannot_be_had_from_one_host_is_had_from_another():
+    kept = ((Rank(2), Step(5)),)
+    holdings = [rank(0, 5, 5, node=0, kept=kept), rank(1, 5, 5, node=1, kept=kept)]
+    lost = rank(2, None, node=7, refused=((Step(5), 0),))
+    assert actions(make_plan([*holdings, lost]), Restore)[2].node == 1
+    with pytest.raises(Unrecoverable, match="the state of rank 2 is lost"):
+        make_plan([*holdings, rank(2, None, node=7, refused=((Step(5), 0), (Step(5), 1)))])
+
+
 def test_the_own_host_may_keep_what_a_rank_had_elsewhere():
     """A rank that has moved to the host that keeps its snapshots."""
     kept = ((Rank(2), Step(5)),)

@@ -29,6 +29,7 @@ def abandon(root: Any) -> None:
     state = root._get_fsdp_state()
     if state._is_root is None:
         return  # no forward has been begun yet
+    root = state._state_ctx.all_states[0]._modules[0]  # which may lie outside of what is protected
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group._all_gather_result = None

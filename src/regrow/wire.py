@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 _LENGTHS = struct.Struct("!II")
 MAX_HEADER_BYTES = 16 << 20
 MAX_BLOB_BYTES = 1 << 30
+MAX_HELLO_BYTES = 1 << 12
 
 
 class Frame(NamedTuple):
@@ -30,9 +31,9 @@ def encode(head: dict[str, Any], blob: bytes = b"") -> bytes:
     return _LENGTHS.pack(len(text), len(blob)) + text + blob
 
 
-def _lengths(prefix: bytes) -> tuple[int, int]:
+def _lengths(prefix: bytes, most_head: int = MAX_HEADER_BYTES, most_blob: int = MAX_BLOB_BYTES) -> tuple[int, int]:
     head_len, blob_len = _LENGTHS.unpack(prefix)
-    if head_len > MAX_HEADER_BYTES or blob_len > MAX_BLOB_BYTES:
+    if head_len > most_head or blob_len > most_blob:
         raise ConnectionError(f"frame of {head_len} + {blob_len} bytes is over the limit: not a regrow peer?")
     return head_len, blob_len
 
@@ -70,6 +71,12 @@ def recv_frame(sock: socket.socket) -> Frame:
     """Read one frame from a blocking socket (its timeout applies to each read)."""
     head, blob = recv_parts(sock)
     return Frame(head, bytes(blob))
+
+
+def recv_hello(sock: socket.socket) -> dict[str, Any]:
+    """Read the first frame of a connection: small, since nobody knows yet who sends it."""
+    head_len, _ = _lengths(bytes(recv_exactly(sock, _LENGTHS.size)), MAX_HELLO_BYTES, 0)
+    return _head(bytes(recv_exactly(sock, head_len)))
 
 
 def recv_parts(sock: socket.socket) -> tuple[dict[str, Any], bytearray]:

@@ -246,7 +246,7 @@ class Courier:
     def _welcome(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_HELLO_S)
-            head = wire.recv_frame(connection).head
+            head = wire.recv_hello(connection)
             if head["type"] != "hello" or not hmac.compare_digest(str(head.get("token")), self._token):
                 connection.close()
                 return

@@ -50,7 +50,7 @@ class Client:
     ) -> None:
         """Return when the keeper has the snapshot whole. ``OSError`` if it cannot be reached any more."""
         connection = self._connected()
-        head = {"type": "put", "rank": rank, "generation": generation, "sizes": layout.sizes}
+        head = {"type": "put", "rank": rank, "generation": generation, "step": index["step"], "sizes": layout.sizes}
         connection.sendall(wire.encode(head))
         self._expect("ready")
         connection.settimeout(None)  # sendfile wants a socket that blocks; keepalive ends one whose other side is gone

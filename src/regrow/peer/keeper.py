@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, verify
 from regrow.slots import Left, Slots
 
 _HELLO_S = 10.0
+_TRY_AGAIN_S = 0.25
 _NAME = re.compile(r"rank(\d+)\.0")
 _SMALL = re.compile(r"rank(\d+)\.small\..*")
 MAX_PARTS = 1 << 20
@@ -60,6 +62,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._writers: dict[int, tuple[int, socket.socket]] = {}
         self._slots: dict[int, Slots] = {}
+        self._shelves: dict[int, Shelf] = {}
         self._open: set[socket.socket] = set()
         self._closed = False
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -83,7 +86,10 @@ class Keeper:
             try:
                 connection, address = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(_TRY_AGAIN_S)  # no descriptors left, perhaps: others may be closed meanwhile
+                continue
             with self._lock:
                 if self._closed:
                     connection.close()
@@ -97,7 +103,7 @@ class Keeper:
     def _serve(self, connection: socket.socket, address: Any) -> None:
         try:
             connection.settimeout(_HELLO_S)
-            hello = wire.recv_frame(connection).head
+            hello = wire.recv_hello(connection)
             if hello["type"] != "hello" or not hmac.compare_digest(
                 str(hello.get("token")).encode(), self._token.encode()
             ):
@@ -135,7 +141,8 @@ class Keeper:
                 raise ValueError(f"unknown request {other!r}")
 
     def _shelf(self, rank: int) -> Shelf:
-        return Shelf(self.directory / f"rank{rank}")
+        """Return a rank's shelf, always the same: mapping a large one takes a while in which no other thread runs."""
+        return self._shelves.setdefault(rank, Shelf(self.directory / f"rank{rank}"))
 
     def _put(self, connection: socket.socket, rank: int, generation: int, head: dict[str, Any]) -> None:
         """Take a snapshot in; nobody sees it before all of it is here and matches."""
@@ -144,7 +151,7 @@ class Keeper:
             raise ValueError("not the parts of a snapshot")
         self._become_writer(connection, rank, generation)
         layout = Layout.of(sizes)
-        buffer = self._shelf(rank).next()
+        buffer = self._shelf(rank).next(Step(int(head["step"])))
         try:
             parts = buffer.open(layout)
         except NoRoom as error:

@@ -192,9 +192,14 @@ class Shelf:
         """Return the snapshots that are there, by step."""
         return {step: buffer for buffer in self._buffers if (step := buffer.step()) is not None}
 
-    def next(self) -> Buffer:
-        """Return the buffer to write to: an empty one, or that of the older snapshot."""
+    def next(self, step: Step) -> Buffer:
+        """Return the buffer to write a step's snapshot to: that of the same step, an empty one, or the older one's.
+
+        One that is written again must not cost the one before it, which may be all that others can go back to.
+        """
         steps = [buffer.step() for buffer in self._buffers]
+        if step in steps:
+            return self._buffers[steps.index(step)]
         return self._buffers[min(range(2), key=lambda number: -1 if (s := steps[number]) is None else s)]
 
     def drop_after(self, step: Step) -> None:

@@ -65,6 +65,8 @@ class Holding:
     """Size of the newest of them."""
     node: int = 0
     """The host that this rank is on."""
+    refused: tuple[tuple[Step, int], ...] = ()
+    """Snapshots of this rank that could not be had from the host that was said to keep them: step and host."""
     kept: tuple[tuple[Rank, Step], ...] = ()
     """Snapshots of other hosts' ranks that lie in this host's memory."""
 
@@ -100,6 +102,7 @@ class Holding:
             "snapshots": list(self.snapshots),
             "snapshot_bytes": self.snapshot_bytes,
             "node": self.node,
+            "refused": [list(pair) for pair in self.refused],
             "kept": [list(pair) for pair in self.kept],
         }
 
@@ -131,5 +134,6 @@ class Holding:
             snapshots=tuple(Step(step) for step in value["snapshots"]),
             snapshot_bytes=value["snapshot_bytes"],
             node=value["node"],
+            refused=tuple((Step(step), int(node)) for step, node in value["refused"]),
             kept=tuple((Rank(rank), Step(step)) for rank, step in value["kept"]),
         )

@@ -64,7 +64,9 @@ def _ways(holding: Holding, places: Places, elsewhere: Mapping[Step, Collection[
         offer(holding.step, 0.0, Settle(rank=rank, step=holding.step, own=Own.CAPTURED))
     found: dict[Step, list[int | None]] = {step: [None] for step in holding.snapshots}
     for step, nodes in elsewhere.items():
-        found.setdefault(step, []).extend(sorted(nodes, key=lambda node: (node != holding.node, node)))
+        able = [node for node in nodes if (step, node) not in holding.refused]
+        if able:
+            found.setdefault(step, []).extend(sorted(able, key=lambda node: (node != holding.node, node)))
     for step, hosts in found.items():
         near = hosts[0] in (None, holding.node)
         restore = Restore(rank=rank, step=step, node=hosts[0])
@@ -77,6 +79,8 @@ def _ways(holding: Holding, places: Places, elsewhere: Mapping[Step, Collection[
     for step, others in standing.items():
         if step not in holding.own_steps and holding.step != step:
             continue
+        if not holding.fresh and step in holding.snapshots:
+            continue  # its own has the data's cursor of the step's start, too
         sources = tuple(other.rank for other in others)
         copy = Copy(rank=rank, sources=sources, step=step, params=None, staged=not holding.fresh)
         own = Own.PREDECESSOR if holding.fresh else Own.CAPTURED

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regrow.errors import PeerLost
+from regrow.errors import PeerLost, Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
 from regrow.peer.keeper import Address, kept, kept_small
-from regrow.peer.memory import Buffer, Damaged, Layout
+from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom
 from regrow.plan.placement import place
 from regrow.slots import Left
 
@@ -51,6 +51,8 @@ class Copies:
         self._addresses: dict[int, Address] = {}
         self._clients: dict[int, Client] = {}
         self._generation = 0
+        self._severed = False
+        self._fetching: Client | None = None
         self.sent_bytes = 0
         self.sending_s = 0.0
 
@@ -68,7 +70,8 @@ class Copies:
         return [(rank, step) for rank, shelf in kept(self._host.kept).items() for step in shelf.whole()]
 
     def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
-        """All have said where their hosts keep snapshots."""
+        """All have said where their hosts keep snapshots: from now on they can be fetched."""
+        self._severed = False
         self._addresses = {envelope["node"]: _address(envelope["keeper"]) for envelope in envelopes}
 
     def pause(self) -> None:
@@ -80,6 +83,7 @@ class Copies:
     def resume(self, generation: int, step: Step) -> int:
         """A generation begins: find out who keeps this rank's snapshots now; return how many hosts do."""
         self.pause()
+        self._severed = False
         self._generation = generation
         nodes = sorted(self._addresses)
         placement = place(len(nodes), min(self._host.copies, len(nodes)))
@@ -96,7 +100,7 @@ class Copies:
         return Client(self._addresses[node], self._token, self._look)
 
     def _look(self) -> None:
-        if self._superseded():
+        if self._severed or self._superseded():
             raise PeerLost("a new generation began while a snapshot was sent", generation=self._generation)
 
     def put(self, buffer: Buffer, pace: Callable[[int], int] | None = None) -> None:
@@ -152,19 +156,23 @@ class Copies:
 
     def fetch(self, step: Step, node: int, into: Buffer) -> None:
         """Bring this rank's snapshot from a host that keeps it to this one; ``Damaged`` if it cannot be had."""
-        client = self._client(node)
+        self._fetching = client = self._client(node)
         try:
             client.get(self._rank, step, into)
+        except NoRoom as error:
+            raise Unrecoverable(str(error)) from None
         except (OSError, Refused) as error:
             raise Damaged(
                 f"the snapshot of rank {self._rank} at step {step} cannot be had from host {node}: {error}"
             ) from None
         finally:
+            self._fetching = None
             client.close()
 
     def sever(self) -> None:
-        """Wake whoever sends."""
-        for client in [*self._clients.values()]:
+        """Wake whoever sends or fetches."""
+        self._severed = True
+        for client in [*self._clients.values(), *([] if self._fetching is None else [self._fetching])]:
             client.end()
 
     def close(self) -> None:

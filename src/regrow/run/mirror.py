@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from regrow.errors import PeerLost
 from regrow.ids import Rank, Step
 from regrow.plan import Holding
 from regrow.run.copies import Copies
@@ -25,6 +26,8 @@ class MirroredSlots(Slots):
         self._copies = copies
         self._last: dict[str, tuple[Step, bytes]] = {}
         self._from: dict[Rank, int] = {}
+        self._refused: set[int] = set()
+        """Hosts from which what this rank left could not be had."""
 
     def start(self, step: Step, payload: bytes) -> None:
         """Keep the state at the start of ``step``, here and elsewhere."""
@@ -42,7 +45,7 @@ class MirroredSlots(Slots):
 
     def envelope(self) -> dict[str, Any]:
         """Return where this host keeps what others leave, and what that is."""
-        return {**self._copies.envelope(), "small": self._copies.kept_small()}
+        return {**self._copies.envelope(), "small": self._copies.kept_small(), "refused": sorted(self._refused)}
 
     def heard(self, holdings: Sequence[Holding], envelopes: Sequence[dict[str, Any]]) -> list[Holding]:
         """Return the holdings, those of ranks that have lost their host with what other hosts have of them."""
@@ -54,7 +57,7 @@ class MirroredSlots(Slots):
                 (live if live is not None else max(starts, default=-1), -envelope["node"], starts, live)
                 for envelope in envelopes
                 for rank, starts, live in envelope["small"]
-                if rank == holding.rank
+                if rank == holding.rank and envelope["node"] not in envelopes[holding.rank]["refused"]
             ]
             if holding.fresh and not holding.own_steps and holding.live_step is None and reports:
                 _, node, starts, live = max(reports, key=lambda report: report[:2])
@@ -68,7 +71,13 @@ class MirroredSlots(Slots):
     def fetch(self, rank: Rank) -> Left | None:
         """Return what this rank's predecessor has left on another host; ``None`` if it was on this one."""
         node = self._from.get(rank)
-        return None if node is None else self._copies.fetch_small(node)
+        if node is None:
+            return None
+        try:
+            return self._copies.fetch_small(node)
+        except PeerLost:
+            self._refused.add(node)
+            raise
 
     def pause(self) -> None:
         """The generation is over: what is left until the next one begins stays here, and is sent then."""

@@ -16,6 +16,12 @@ from regrow.state.shards import is_zero
 
 def check(registry: Registry, *, wait_free: bool, staged: bool) -> None:
     """``ValueError``, or ``UndoUnsupported``, with what is wrong and what to do instead."""
+    for name, module in registry.modules.items():
+        if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+            raise ValueError(
+                f"protect({name}=...): FullyShardedDataParallel gives every rank other parameters, which look like "
+                "replicas from outside: shard with torch.distributed.fsdp.fully_shard instead"
+            )
     if registry.sharded:
         _check_sharded(
             registry, wait_free=wait_free, staged=staged

@@ -85,6 +85,8 @@ class Snapshots:
         self._before: _Task | None = None
         self._generation = 0
         self._bad: set[Step] = set()
+        self._refused: set[tuple[Step, int]] = set()
+        """Snapshots that another host has, or should have, and that cannot be had from there."""
         self.waiting = False
         """Whether an update waits for a copy right now."""
         self._waited_s = 0.0
@@ -101,6 +103,7 @@ class Snapshots:
             "place": self._registry.place(),
             "snapshots": tuple(whole),
             "snapshot_bytes": self._bytes or self._registry.state_bytes(),
+            "refused": tuple(sorted(self._refused)),
             **({} if self._copies is None else {"node": self._copies.node, "kept": tuple(self._copies.kept())}),
         }
 
@@ -123,15 +126,19 @@ class Snapshots:
         """
         name = f"the snapshot of rank {self._rank} at step {step}"
         try:
+            found = self._shelf.whole().get(step)
             if node is not None:
                 assert self._copies is not None
-                self._copies.fetch(step, node, self._shelf.next())
-            found = self._shelf.whole().get(step)
+                found = self._shelf.next(step)
+                self._copies.fetch(step, node, found)
             if found is None:
                 raise memory.Damaged(f"{name} is gone")
             return image.assemble(*found.read(name), name)
         except (memory.Damaged, image.Damaged) as error:
-            self._bad.add(step)
+            if node is None:
+                self._bad.add(step)
+            else:
+                self._refused.add((step, node))
             self._say(f"{error}; it is not used")
             self._event("snapshot_damaged", step=step, why=str(error))
             raise PeerLost(str(error)) from error
@@ -185,10 +192,12 @@ class Snapshots:
         keepers = 1
         if self._copies is not None:
             self._copies.heard(roles.hosts)
-            keepers = self._copies.resume(generation, Step(0))
+            keepers = self._copies.resume(generation, Step(-1))  # an earlier beginning may have left its own
         check_memory(self._ranks_here * expected_bytes(self._registry), keepers, self._shelf.room())
         self._courier.resume(generation, roles.addresses)
         self._copy(_Task(Step(0), generation, small))
+        if self._copies is not None:
+            self._copies.put(self._shelf.whole()[Step(0)])
 
     # a step ----------------------------------------------------------------------------------------------------------
 
@@ -247,7 +256,7 @@ class Snapshots:
         index, tensors = image.take(self._registry, task.step, task.small)
         small = [memoryview(task.small.own), memoryview(task.small.shared)]
         layout = Layout.of([*(len(part) for part in small), *(tensor.nbytes for tensor in tensors)])
-        buffer = self._shelf.next()
+        buffer = self._shelf.next(task.step)
         places = buffer.open(layout)
         half = len(places) // 2
         sums = []

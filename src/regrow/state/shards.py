@@ -86,7 +86,8 @@ def place(tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Opti
             continue
         sharded: Any = tensor
         at = sharded.device_mesh.get_coordinate()
-        rows = [
+        rows = [str(sharded.device_mesh.mesh.flatten().tolist())]  # the same place in another mesh is another place
+        rows += [
             f"{dim}:{placement}:{at[dim]}"
             for dim, placement in enumerate(sharded.placements)
             if not placement.is_replicate()
