@@ -33,8 +33,8 @@ NO_STAGE = "run.protect(model=model, checkpoint_every=5)"
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (FSDP, "FSDP and tensor parallelism, also within a stage, are not supported yet"),
-        (TENSOR_PARALLEL, "FSDP and tensor parallelism, also within a stage, are not supported yet"),
+        (FSDP, "FSDP and tensor parallelism within a stage of a pipeline are not supported yet"),
+        (TENSOR_PARALLEL, "FSDP and tensor parallelism within a stage of a pipeline are not supported yet"),
         (NO_SCHEDULE, "protect(build_stage=...) needs a schedule of torch.distributed.pipelining beside it"),
         (NO_FUNCTION, "protect(build_stage=...): a function is needed that takes a stage's index"),
         (NO_STAGE, "protect(stage=...) is missing: say which stage of the pipeline this rank holds"),
