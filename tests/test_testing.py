@@ -32,7 +32,7 @@ def test_points_are_the_promised_ones() -> None:
     assert POINTS == (
         "before_forward", "in_backward", "between_updates", "after_update", "before_transfer", "after_transfer",
         "replacement_setup", "step_end", "rejoin", "helping",
-        "checkpoint_write", "checkpoint_written", "checkpoint_commit",
+        "checkpoint_write", "checkpoint_written", "checkpoint_commit", "snapshot_copy", "snapshot_taken",
     )  # fmt: skip
     assert all(MEANINGS.values())
 

@@ -33,9 +33,9 @@ MEANINGS = {
     "helping": "this rank is about to compute micro-batches of another rank's replay",
     "checkpoint_write": "beside the steps: half of a pipeline's checkpoint is written, not under its final name",
     "checkpoint_written": "beside the steps: this rank's part of the checkpoint is on storage, nobody has heard of it",
+    "checkpoint_commit": "beside the steps: every rank has written its part, this one has dropped nothing yet",
     "snapshot_copy": "beside the steps: half of a snapshot is copied to the host's memory",
     "snapshot_taken": "beside the steps: the snapshot is whole, not every rank is known to have one",
-    "checkpoint_commit": "beside the steps: every rank has written its part, this one has dropped nothing yet",
 }
 POINTS = tuple(MEANINGS)
 """The points where a fault can strike: of a step, a recovery, a checkpoint; ``MEANINGS`` says what each is."""
