@@ -6,6 +6,7 @@ contribution to it; so what it leaves must be with the others before each contri
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,8 @@ class MirroredSlots(Slots):
         """Keep the state at the start of ``step``, here and elsewhere."""
         super().start(step, payload)
         self._last = {"start": (step, payload)}
-        self._copies.put_small("start", step, payload)
+        with contextlib.suppress(PeerLost):  # between two steps nobody catches it; the next generation is given it again
+            self._copies.put_small("start", step, payload)
 
     def live(self, step: Step, payload: bytes) -> None:
         """Keep the state within ``step``, here and elsewhere, before a collective is issued."""
