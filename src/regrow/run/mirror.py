@@ -34,7 +34,7 @@ class MirroredSlots(Slots):
         """Keep the state at the start of ``step``, here and elsewhere."""
         super().start(step, payload)
         self._last = {"start": (step, payload)}
-        with contextlib.suppress(PeerLost):  # between two steps nobody catches it; the next generation is given it again
+        with contextlib.suppress(PeerLost):  # nobody catches it between two steps, and the next generation is given it
             self._copies.put_small("start", step, payload)
 
     def live(self, step: Step, payload: bytes) -> None:
