@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from regrow.plan.team import Room, TeamSize, fitting, slices
+from regrow.plan.team import Balance, Room, TeamSize, fitting, slices
 from regrow.run.draws import Draws, fingerprint
 
 
@@ -38,6 +38,37 @@ def test_the_owner_takes_less_the_more_it_has_to_do_besides(count, helpers, busy
 def test_only_the_first_takes_more_than_there_is_memory_for():
     assert [len(part) for part in slices(32, 3, 0.0, most=2)] == [26, 2, 2, 2]
     assert [len(part) for part in slices(32, 1, 0.0, most=1)] == [31, 1]
+
+
+@given(
+    count=st.integers(4, 32),
+    helpers=st.integers(1, 6),
+    busy=st.floats(0, 3),
+    extra=st.floats(0, 3),
+    first=st.floats(0, 3),
+)
+def test_what_helpers_do_besides_is_learnt_from_waiting_for_them(count, helpers, busy, extra, first):
+    """After some steps no other share of the owner's would end all of it more than a micro-batch earlier."""
+
+    def ends(own: int) -> tuple[float, float]:
+        return own + busy, (count - own) / helpers + extra
+
+    balance = Balance(first)
+    for _ in range(12):
+        own = len(slices(count, helpers, balance.lead, most=100)[-1])
+        if own == 0:
+            return  # nothing is learnt where the owner computes nothing
+        mine, theirs = ends(own)
+        balance.took(count, helpers, own=own, busy=busy, waited=max(theirs - mine, 0.0))
+    best = min(max(ends(other)) for other in range(count // (helpers + 1) + 1))
+    assert max(ends(own)) <= best + 1.001
+
+
+def test_an_owner_that_waits_takes_more():
+    balance = Balance(1.1)
+    assert [len(part) for part in slices(8, 1, balance.lead, most=100)] == [5, 3]
+    balance.took(8, 1, own=3, busy=1.1, waited=2.1)
+    assert [len(part) for part in slices(8, 1, balance.lead, most=100)] == [4, 4]
 
 
 def sizes(size: TeamSize, seconds: dict[int, float], steps: int) -> list[int]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 
-def slices(count: int, helpers: int, busy: float, most: int) -> list[range]:
+def slices(count: int, helpers: int, lead: float, most: int) -> list[range]:
     """Divide micro-batches among helpers, in order, and what is left for the owner, as the last of all.
 
-    ``busy``: for how many micro-batches' time the owner has other things to do in a step, such as its update. ``most``:
-    of how many micro-batches a member has memory to keep the gradients apart; the first one need not.
+    ``lead``: for how many micro-batches' time the owner has more other things to do in a step, such as its update, than
+    each helper. ``most``: of how many micro-batches a member has memory to keep the gradients apart; the first one need
+    not.
     """
-    owner = round((count / helpers - busy) / (1 + 1 / helpers))  # then all end at the same time
+    owner = round((count / helpers - lead) / (1 + 1 / helpers))  # then all end at the same time
     owner = max(0, min(owner, count // (helpers + 1), most))
     each, more = divmod(count - owner, helpers)
     sizes = [each + (member < more) for member in range(helpers)]
@@ -21,6 +22,32 @@ def slices(count: int, helpers: int, busy: float, most: int) -> list[range]:
     sizes[0] = count - owner - sum(sizes[1:])
     ends = list(accumulate([*sizes, owner]))
     return [range(end - size, end) for end, size in zip(ends, [*sizes, owner], strict=True)]
+
+
+class Balance:
+    """What owner and helpers do in a step besides computing, as time of so many micro-batches; seen from the owner."""
+
+    def __init__(self, busy: float) -> None:
+        """``busy``: the owner's, as far as it is known before anyone has helped."""
+        self._busy = busy
+        self._extra = 0.0
+        """A helper's: taking parameters in, giving sums away."""
+
+    @property
+    def lead(self) -> float:
+        """How much more of it the owner has than each helper."""
+        return self._busy - self._extra
+
+    def took(self, count: int, helpers: int, *, own: int, busy: float, waited: float) -> None:
+        """Learn from a step in which the owner computed ``own`` of ``count``, and waited for the helpers in the end."""
+        self._busy = busy
+        extra = max(own + busy + waited - (count - own) / helpers, 0.0)
+        # whoever did not wait does not know by how much the helpers were faster
+        self._extra = extra if waited > NOTHING else min(self._extra, extra)
+
+
+NOTHING = 0.1
+"""Waiting for less than this of a micro-batch's time is no waiting."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class SharedStep:
         """Of the outputs of the last stage."""
         self._sends: list[tuple[str, Task, list[dist.P2POp]]] = []
         self._scales: list[tuple[Any, tuple[Any, ...]]] = []
-        parts = slices(replay.microbatches, len(helpers), replay.busy(), replay.room_for_gradients())
+        parts = slices(replay.microbatches, len(helpers), replay.lead(len(helpers)), replay.room_for_gradients())
         for helper, part in zip(helpers, parts, strict=False):
             self._owner_of |= dict.fromkeys(part, helper)
         self._dispatch(replay)

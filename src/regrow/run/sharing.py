@@ -20,7 +20,7 @@ from torch import nn
 
 from regrow.errors import PeerLost
 from regrow.journal import Channel, Record
-from regrow.plan.team import Room, TeamSize, fitting
+from regrow.plan.team import Balance, Room, TeamSize, fitting
 from regrow.run.helping import Adder, Line, Stagehand, describe, free_memory, here, state_of
 from regrow.run.observed import Observed, Task
 from regrow.run.shared_step import Known, SharedStep
@@ -107,7 +107,7 @@ class SharedReplay:
         self.microbatches = int(self.schedule._n_microbatches)
         self._ended_at = 0.0
         self._elsewhere_s = 0.0
-        self._busy: float | None = None
+        self._balances: dict[int, Balance] = {}
         self._loaded = -1
         self._fitting = 0
         self._times: dict[int, list[float]] = {}
@@ -139,21 +139,28 @@ class SharedReplay:
         finally:
             self._ended_at = time.monotonic()
 
-    def busy(self) -> float:
-        """Return for how many micro-batches' time this rank does other things in a step."""
-        if self._busy is not None:
-            return self._busy
-        return self._elsewhere_s / max(self._alone_s / self.microbatches, 1e-6)
+    def lead(self, helpers: int) -> float:
+        """Return for how many micro-batches' time this rank does more other things in a step than its helpers."""
+        return self._balance(helpers).lead
+
+    def _balance(self, helpers: int) -> Balance:
+        found = self._balances.get(helpers)
+        if found is None:
+            busy = self._elsewhere_s / max(self._alone_s / self.microbatches, 1e-6)
+            found = self._balances[helpers] = Balance(busy)
+        return found
 
     def room_for_gradients(self) -> int:
         """Return of how many micro-batches a member can keep the gradients apart, in a quarter of the free memory."""
         size = sum(parameter.nbytes for parameter in self.hand.parameters)
         return max(1, free_memory() // 4 // (len(self._helpers) + 1) // max(size, 1))
 
-    def _note(self, step: SharedStep, took_s: float, waited_s: float) -> None:
+    def _note(self, step: SharedStep, helpers: int, took_s: float, waited_s: float) -> None:
         if step.own:
             others_s = took_s + self._elsewhere_s - waited_s - step.computed_s
-            self._busy = others_s / max(step.computed_s / step.own, 1e-6)
+            one_s = max(step.computed_s / step.own, 1e-6)
+            balance = self._balance(helpers)
+            balance.took(self.microbatches, helpers, own=step.own, busy=others_s / one_s, waited=waited_s / one_s)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._seen is None:
@@ -174,7 +181,7 @@ class SharedReplay:
             with step.standing_in():
                 result = self.sharing.original(*args, **kwargs)
             step.finish()
-            self._note(step, time.monotonic() - began, self.line.courier.waited_s - waited_s)
+            self._note(step, count, time.monotonic() - began, self.line.courier.waited_s - waited_s)
         else:
             result = self.sharing.original(*args, **kwargs)
         took = time.monotonic() - began
