@@ -125,6 +125,15 @@ def parser() -> argparse.ArgumentParser:
         help="How many hosts keep each snapshot of sharded state in their memory, the rank's own included.",
     )
     ours.add_argument(
+        "--snapshot-every",
+        "--snapshot_every",
+        type=lambda text: None if text == "auto" else int(text),
+        default=None,
+        metavar="N",
+        help="Take a snapshot of sharded state every N steps; auto (the default): every step, or as often as the "
+        "network can take them to other hosts beside the training.",
+    )
+    ours.add_argument(
         "--replay-helpers",
         "--replay_helpers",
         default="auto",
@@ -213,6 +222,7 @@ def _options(args: argparse.Namespace) -> RunOptions:
         failure_domain=args.failure_domain,
         journal_mb=args.journal_memory,
         snapshot_copies=args.snapshot_copies,
+        snapshot_every=args.snapshot_every,
         replay_helpers=_replay_helpers(args.replay_helpers),
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,

@@ -50,6 +50,8 @@ class RunOptions:
     journal_mb: int = 256
     snapshot_copies: int = 2
     """How many hosts keep each snapshot of sharded state, the rank's own included."""
+    snapshot_every: int | None = None
+    """After how many steps sharded state is snapshot again; ``None``: as often as the network allows."""
     replay_helpers: int | None = None
     """How many idle ranks help with a replay; ``None``: as many as make it faster."""
     forked: bool = False
@@ -79,6 +81,8 @@ class RunOptions:
             raise ValueError(f"--stuck-after {self.stuck_after_s:g} is shorter than --dead-after {self.dead_after_s:g}")
         if self.snapshot_copies < 1:
             raise ValueError(f"--snapshot-copies must be at least 1 (the rank's own host), got {self.snapshot_copies}")
+        if self.snapshot_every is not None and self.snapshot_every < 1:
+            raise ValueError(f"--snapshot-every must be at least 1 step, or auto, got {self.snapshot_every}")
         if not (math.isfinite(self.store_timeout_s) and self.store_timeout_s >= 2):
             raise ValueError(f"--store-timeout must be at least 2 seconds, got {self.store_timeout_s}")
         if self.store and not self.alone and not self.run_id:

@@ -147,6 +147,7 @@ class Environment:
             "REGROW_FAILURE_DOMAIN": options.failure_domain,
             "REGROW_JOURNAL_MB": str(options.journal_mb),
             "REGROW_REPLAY_HELPERS": "auto" if options.replay_helpers is None else str(options.replay_helpers),
+            "REGROW_SNAPSHOT_EVERY": "auto" if options.snapshot_every is None else str(options.snapshot_every),
             "REGROW_SCRATCH": str(options.log_dir / "scratch"),
         }
         if keeper is not None:

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from regrow.errors import PeerLost, SetupDiverged
 from regrow.group import backend, helpers, sockets
+from regrow.group.activity import Activity
 from regrow.group.healing import HealingGroup
 from regrow.group.joining import detached, drop, join
 from regrow.group.network import Inner, Network
@@ -79,6 +80,8 @@ class Fabric:
         """True when operations go straight to gloo: live, not aborted, nothing recorded or replayed."""
         self.before_collective: Callable[[str], None] | None = None
         self.ops_issued = 0
+        self.activity: Activity | None = None
+        """Who is told of collectives on the short way, if anyone wants to know when the network is idle."""
         self.last_work: Any = None
         self._store = store
         self._host_addr = host_addr

@@ -297,7 +297,10 @@ def _forward(name: str) -> Callable[..., Any]:
             hook(name)
         fabric.ops_issued += 1
         fabric.last_work = work = getattr(inner, name)(*args, **kwargs)
-        return self.handle(name, work)
+        handle = self.handle(name, work)
+        if fabric.activity is not None and name not in MESSAGES:
+            fabric.activity.watch(work, handle)
+        return handle
 
     operation.__name__ = name
     operation.__qualname__ = f"HealingGroup.{name}"

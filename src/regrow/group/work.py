@@ -58,9 +58,19 @@ class LiveWork(_Wrapping):
         super().__init__(live)
         self._network = network
         self._public: torch.futures.Future[Any] | None = None
+        self.waited: Callable[[], None] | None = None
+        """Told when the wait for it is over, if anyone wants to know."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until it is done, has failed, or its generation is over and gloo has not noticed."""
+        try:
+            return self._wait(timeout)
+        finally:
+            if self.waited is not None:
+                told, self.waited = self.waited, None
+                told()
+
+    def _wait(self, timeout: timedelta) -> bool:
         if timeout:
             return self._live.wait(timeout)
         while not self._live.is_completed():
@@ -96,7 +106,7 @@ class LiveWork(_Wrapping):
 class LiveMessage(LiveWork):
     """A message to or from one rank. gloo must not be asked to wait for a moment only: it then ends the connection."""
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+    def _wait(self, timeout: timedelta) -> bool:
         """Wait in another thread, which is left behind where gloo has forgotten the message."""
         errand = helpers.waiting(lambda: self._live.wait(timeout) if timeout else self._live.wait())
         while not errand.over(LOOK_EVERY.total_seconds()):

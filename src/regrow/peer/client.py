@@ -9,7 +9,7 @@ from typing import Any
 
 from regrow import dial, wire
 from regrow.ids import Step
-from regrow.peer.keeper import Address, fill, send, tune
+from regrow.peer.keeper import Address, Pace, fill, send, tune
 from regrow.peer.memory import Buffer, Damaged, Layout
 from regrow.slots import Left
 
@@ -46,7 +46,7 @@ class Client:
         buffer: Buffer,
         layout: Layout,
         index: dict[str, Any],
-        pace: Callable[[int], int] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Return when the keeper has the snapshot whole. ``OSError`` if it cannot be reached any more."""
         connection = self._connected()

@@ -226,15 +226,19 @@ def fill(connection: socket.socket, memory: memoryview) -> None:
         memory = memory[count:]
 
 
-def send(connection: socket.socket, buffer: Buffer, layout: Layout, pace: Callable[[int], int] | None = None) -> None:
-    """Send a snapshot's parts from where they lie. ``pace`` is told how much is left, and says how much may go now."""
+Pace = Callable[[socket.socket, int], int]
+"""Told how much of a snapshot is left, says how much of it may go over a connection now. May wait for that."""
+
+
+def send(connection: socket.socket, buffer: Buffer, layout: Layout, pace: Pace | None = None) -> None:
+    """Send a snapshot's parts from where they lie, at once or as ``pace`` says."""
     descriptor, start = buffer.file()
     try:
         at = start
         while at < layout.end:
             count = layout.end - at
             if pace is not None:
-                count = min(count, pace(count))
+                count = min(count, pace(connection, count))
             at += os.sendfile(connection.fileno(), descriptor, at, count)
     finally:
         os.close(descriptor)

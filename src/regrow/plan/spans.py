@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,20 @@ class Link:
         if not (self.bytes_s > 0 and self.latency_s >= 0 and 0 < self.share <= 1 and self.parts >= 1):
             raise ValueError(f"no network has {self}: give a bandwidth above 0 and a share between 0 and 1")
 
+    @property
+    def largest(self) -> int:
+        """The largest chunk: a sub-buffer."""
+        return max(self.buffer_bytes // self.parts, 1)
+
     def time_s(self, nbytes: float) -> float:
         """Return how long a chunk takes."""
         return self.latency_s + nbytes / self.bytes_s
+
+    def fitting(self, room_s: float) -> int:
+        """Return how large a chunk is over in this time."""
+        if room_s >= self.time_s(self.largest):
+            return self.largest
+        return max(math.floor((room_s - self.latency_s) * self.bytes_s), 0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,6 @@ def cut(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link) -> 
     """Cut ``copies`` copies of a state into chunks for the idle spans of an iteration."""
     if copies < 0 or state_bytes < 0:
         raise ValueError(f"{copies} copies of {state_bytes} bytes cannot be sent")
-    largest = max(link.buffer_bytes // link.parts, 1)
     chunks: list[Chunk] = []
     copy, rest = 0, state_bytes
     if not rest:
@@ -63,11 +74,8 @@ def cut(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link) -> 
     for number, span_s in enumerate(spans_s):
         room_s = link.share * span_s
         while copy < copies:
-            fitting = (
-                largest if room_s >= link.time_s(largest) else math.floor((room_s - link.latency_s) * link.bytes_s)
-            )
-            nbytes = min(fitting, rest)
-            if nbytes <= 0:
+            nbytes = min(link.fitting(room_s), rest)
+            if not nbytes:
                 break
             chunks.append(Chunk(copy, nbytes, number))
             room_s -= link.time_s(nbytes)
@@ -76,7 +84,7 @@ def cut(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link) -> 
                 copy, rest = copy + 1, state_bytes
     spill_s = 0.0
     while copy < copies:
-        nbytes = min(largest, rest)
+        nbytes = min(link.largest, rest)
         chunks.append(Chunk(copy, nbytes, None))
         spill_s += link.time_s(nbytes)
         rest -= nbytes
@@ -91,3 +99,43 @@ def every(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link, *
         if cut([*spans_s] * k, state_bytes, copies, link).spill_s == 0:
             return k
     return most
+
+
+def typical(iterations: Sequence[Sequence[float]], *, least: int = 3) -> tuple[float, ...] | None:
+    """Return how long each idle span lasts, from some iterations, the last one last; ``None``: too few are alike.
+
+    Alike are those with as many spans as the last one: others did something else.
+    """
+    if not iterations:
+        return None
+    alike = [spans for spans in iterations if len(spans) == len(iterations[-1])]
+    if len(alike) < least:
+        return None
+    return tuple(median(lengths) for lengths in zip(*alike, strict=True))
+
+
+def remaining_s(span: int, elapsed_s: float, spans_s: Sequence[float] | None, share: float) -> float:
+    """Return for how long the network may be used, in an idle span that has begun a while ago.
+
+    Infinite where nothing is known of the span: before there is a profile, or when it has lasted so much longer than it
+    used to that the script must be doing something else.
+    """
+    if spans_s is None or span >= len(spans_s) or elapsed_s > 2 * spans_s[span] + 0.05:
+        return math.inf
+    return max(share * spans_s[span] - elapsed_s, 0.0)
+
+
+class Frequency:
+    """After how many iterations the next snapshot is to be taken: more at once, fewer only when that seems to last."""
+
+    def __init__(self, *, patience: int = 5) -> None:
+        self._patience = patience
+        self._below = 0
+        self.every = 1
+
+    def propose(self, fitting: int) -> int:
+        """Return what to do, given how many iterations a snapshot's traffic fits into by the newest profile."""
+        self._below = self._below + 1 if fitting < self.every else 0
+        if fitting > self.every or self._below >= self._patience:
+            self.every, self._below = fitting, 0
+        return self.every

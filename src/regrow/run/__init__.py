@@ -104,6 +104,7 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             replay_helpers=environment.replay_helpers,
             ranks_here=environment.ranks_here,
             host=_host(environment),
+            snapshot_every=environment.snapshot_every,
         ),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)

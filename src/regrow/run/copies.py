@@ -15,7 +15,7 @@ from typing import Any
 from regrow.errors import PeerLost, Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
-from regrow.peer.keeper import Address, kept, kept_small
+from regrow.peer.keeper import Address, Pace, kept, kept_small
 from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom
 from regrow.plan.placement import place
 from regrow.slots import Left
@@ -55,6 +55,11 @@ class Copies:
         self._fetching: Client | None = None
         self.sent_bytes = 0
         self.sending_s = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many other hosts keep this rank's snapshots now."""
+        return len(self._clients)
 
     @property
     def node(self) -> int:
@@ -97,13 +102,14 @@ class Copies:
         return len(self._clients) + 1
 
     def _client(self, node: int) -> Client:
-        return Client(self._addresses[node], self._token, self._look)
+        return Client(self._addresses[node], self._token, self.look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise ``PeerLost`` if the generation is over, so that nobody waits any longer for a host."""
         if self._severed or self._superseded():
             raise PeerLost("a new generation began while a snapshot was sent", generation=self._generation)
 
-    def put(self, buffer: Buffer, pace: Callable[[int], int] | None = None) -> None:
+    def put(self, buffer: Buffer, pace: Pace | None = None) -> None:
         """Return when every keeper that can be reached has the snapshot whole."""
         if not self._clients:
             return
@@ -115,7 +121,7 @@ class Copies:
                 client.put(self._rank, self._generation, buffer, layout, index, pace)
                 self.sent_bytes += sum(layout.sizes)
             except (OSError, Refused, Damaged) as error:
-                self._look()  # it was woken by the end of the generation
+                self.look()  # it was woken by the end of the generation
                 self._give_up(node, error)
         self.sending_s += time.monotonic() - began
 
@@ -125,7 +131,7 @@ class Copies:
             try:
                 client.put_small(self._rank, self._generation, kind, step, payload)
             except (OSError, Refused, Damaged) as error:
-                self._look()
+                self.look()
                 self._give_up(node, error)
 
     def kept_small(self) -> list[list[Any]]:

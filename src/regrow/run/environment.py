@@ -32,6 +32,8 @@ class Environment:
     """Where this host's agent keeps other hosts' snapshots: address, and directory; ``None``: there is one host."""
     snapshot_copies: int
     """How many hosts keep each snapshot, the rank's own included."""
+    snapshot_every: int | None
+    """After how many steps another one is taken; ``None``: as often as the network allows."""
     node: int
     ranks_here: int
     """How many ranks this host has."""
@@ -42,7 +44,6 @@ class Environment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return what the launcher set."""
     rank = environ.get("RANK")
-    helpers = environ.get("REGROW_REPLAY_HELPERS", "auto")
     return Environment(
         agent=environ.get("REGROW_AGENT"),
         token=environ.get("REGROW_TOKEN", ""),
@@ -53,13 +54,18 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         failure_domain=environ.get("REGROW_FAILURE_DOMAIN", "host"),
         scratch=environ.get("REGROW_SCRATCH", "."),
         journal_mb=int(environ.get("REGROW_JOURNAL_MB", "256")),
-        replay_helpers=None if helpers == "auto" else int(helpers),
+        replay_helpers=_number(environ.get("REGROW_REPLAY_HELPERS", "auto")),
         keeper=_keeper(environ.get("REGROW_KEEPER")),
         snapshot_copies=int(environ.get("REGROW_SNAPSHOT_COPIES", "1")),
+        snapshot_every=_number(environ.get("REGROW_SNAPSHOT_EVERY", "auto")),
         node=int(environ.get("GROUP_RANK", "0")),
         ranks_here=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )
+
+
+def _number(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def _keeper(text: str | None) -> tuple[str, int, str] | None:

@@ -23,6 +23,7 @@ from regrow.run.copies import Copies
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
 from regrow.run.mirror import MirroredSlots
+from regrow.run.pacing import Pacer
 from regrow.run.roles import Roles
 from regrow.run.shared_step import Unshareable
 from regrow.run.snapshots import Snapshots
@@ -184,6 +185,8 @@ class ProtectedRun(Run):
                 copies=copies,
                 registry=self._registry,
                 ranks_here=self._place.ranks_here,
+                pacer=self._pacer(copies),
+                every=self._place.snapshot_every,
                 superseded=lambda: self._link.generation != self._fabric.generation,
                 say=self._say,
                 event=self._event,
@@ -261,6 +264,12 @@ class ProtectedRun(Run):
             say=self._say,
             event=self._event,
         )
+
+    def _pacer(self, copies: Copies | None) -> Pacer | None:
+        """Return what keeps snapshots that go to other hosts out of the collectives' way."""
+        if copies is None:
+            return None
+        return Pacer(self._fabric, copies.look, lambda: self._snapshots is not None and self._snapshots.waiting)
 
     def _before_update(self) -> None:
         assert self._healer is not None

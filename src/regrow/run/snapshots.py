@@ -2,7 +2,8 @@
 
 The copy begins with the step and must end before its update, which waits for it. Two buffers are enough, since a new
 snapshot is begun only when every rank has the one before it whole: so at any moment there is a step whose snapshot
-everyone has, and it is never overwritten. That all have it is learnt in the background (``gate``).
+everyone has, and it is never overwritten. That all have it is learnt in the background (``gate``). Whoever has
+other hosts to send them to does so when the network is idle (``pacing``), and where that does not suffice, takes fewer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from regrow.peer.memory import Layout, Shelf
 from regrow.plan.placement import check_memory
 from regrow.run import gate
 from regrow.run.copies import Copies
+from regrow.run.pacing import Pacer
 from regrow.run.roles import Roles
 from regrow.state import image, shards
 from regrow.state.registry import Registry
@@ -46,6 +48,8 @@ class _Task:
     small: image.Small
     needed: bool = True
     """Whether there is something to copy; else it is there already, and only the others are waited for."""
+    then: int = 1
+    """After so many steps the next one is taken. Known, and the same on all ranks, when this one is copied."""
     copied: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     """Everyone has it, or the generation has ended."""
@@ -66,11 +70,19 @@ class Snapshots:
         copies: Copies | None,
         registry: Registry,
         ranks_here: int,
+        pacer: Pacer | None,
+        every: int | None,
         superseded: Callable[[], bool],
         say: Say,
         event: Event,
     ) -> None:
-        """``ranks_here``: how many ranks keep their snapshots in this host's memory."""
+        """``ranks_here``: how many ranks keep their snapshots in this host's memory.
+
+        ``every``: one is taken at the start of every so many steps; ``None``: of as many as the network allows.
+        """
+        self._pacer = pacer
+        self._every = every
+        self._agreed = 1
         self._ranks_here = ranks_here
         self._rank = rank
         self._world = world
@@ -164,6 +176,9 @@ class Snapshots:
     def resume(self, generation: int, step: Step, envelopes: Sequence[dict[str, Any]]) -> None:
         """All go on at this step: what was taken of later ones will be taken again."""
         self._generation = generation
+        self._agreed = 1  # a replacement knows nothing of what was agreed
+        if self._pacer is not None:
+            self._pacer.resume()
         self._shelf.drop_after(step)
         self._courier.resume(generation, [_address(envelope["snapshots"]) for envelope in envelopes])
         if self._copies is not None:
@@ -177,6 +192,8 @@ class Snapshots:
             bytes=self._bytes,
             copy_s=self._copy_s / max(self._taken, 1),
             waited_s=self._waited_s / max(self._taken, 1),
+            every=self._agreed,
+            **self._pacer_facts(),
         )
         self._courier.close()
         if self._copies is not None:
@@ -184,6 +201,9 @@ class Snapshots:
         self.abandon()
         if self._copies is not None:
             self._copies.close()
+
+    def _pacer_facts(self) -> dict[str, Any]:
+        return {} if self._pacer is None else self._pacer.facts()
 
     def first(self, generation: int, small: image.Small, roles: Roles) -> None:
         """Take the first one, before anyone hears that the set-up is done: from then on it may be needed."""
@@ -202,7 +222,11 @@ class Snapshots:
     # a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, small: image.Small) -> None:
-        """A step begins: take a snapshot of its start, in the background."""
+        """A step begins: take a snapshot of its start, in the background, if it is time for one."""
+        if self._pacer is not None:
+            self._pacer.turn()
+        if self._task is not None and step < self._task.step + self._task.then:
+            return
         task = _Task(step, self._generation, small)
         if step in self._shelf.whole() and step not in self._bad:
             task.needed = False  # a step that runs again
@@ -236,13 +260,16 @@ class Snapshots:
                 before.over.wait()  # ends with its generation at the latest
                 if before.error is not None:
                     raise before.error
+            task.then = self._agreed
             if task.needed:
                 self._copy(task)
             task.copied.set()
             testing.point("snapshot_taken", task.step)
             if self._copies is not None:
-                self._copies.put(self._shelf.whole()[task.step])
-            gate.meet(self._courier, self._rank, self._world, str(task.step), 0.0, _GATE_WITHIN)
+                self._copies.put(self._shelf.whole()[task.step], None if self._pacer is None else self._pacer.pace)
+            self._agree(
+                gate.meet(self._courier, self._rank, self._world, str(task.step), self._proposal(), _GATE_WITHIN)
+            )
         except PeerLost as lost:
             task.error = lost
         except Exception as error:  # noqa: BLE001 (raised by the step's update, which waits for this)
@@ -250,6 +277,21 @@ class Snapshots:
         finally:
             task.copied.set()
             task.over.set()
+
+    def _proposal(self) -> float:
+        """Return after how many steps this rank would take the next snapshot but one."""
+        if self._every is not None or self._pacer is None or self._copies is None:
+            return float(self._every or 1)
+        return float(self._pacer.proposal(self._bytes, self._copies.count))
+
+    def _agree(self, every: float) -> None:
+        """All know how often snapshots are taken, from the next but one on: as often as the slowest can."""
+        if int(every) == self._agreed:
+            return
+        self._agreed = int(every)
+        self._event("snapshot_frequency", every=self._agreed, bytes=self._bytes, **self._pacer_facts())
+        if self._rank == 0 and self._pacer is not None:
+            self._say(self._pacer.explain(self._agreed, self._bytes))
 
     def _copy(self, task: _Task) -> None:
         began = time.monotonic()

@@ -51,6 +51,8 @@ class Place:
     """How many ranks share this host's memory."""
     host: Host | None
     """Where snapshots of other hosts' ranks are kept; ``None``: there is but one host."""
+    snapshot_every: int | None
+    """After how many steps another one is taken; ``None``: as often as the network allows."""
 
     def domain(self, rank: int) -> str:
         """Return the name of what fails together with a rank of this node."""
