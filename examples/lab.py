@@ -82,6 +82,14 @@ class Lab:
         """Let it be reached again."""
         self._ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
 
+    def limit(self, host: int, mbit_s: int) -> None:
+        """Let a host send and receive no more than so many megabits a second."""
+        rate = ["root", "tbf", "rate", f"{mbit_s}mbit", "burst", "128kb", "latency", "50ms"]
+        ends = ((self._space(host), "eth0"), (self._switch, f"port{host}"))
+        for space, device in ends:
+            command = ["ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", device, *rate]
+            subprocess.run(command, check=True, timeout=30)
+
     def close(self) -> None:
         """Remove all of it."""
         for space in reversed(self._made):

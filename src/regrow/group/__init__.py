@@ -4,6 +4,7 @@ from regrow.group.activity import Activity, Idle
 from regrow.group.fabric import Fabric, Mode
 from regrow.group.healing import MESSAGES, HealingGroup
 from regrow.group.record import Recorder, outputs_of
+from regrow.group.sockets import outgoing
 from regrow.group.work import RecordedWork, ReplayedWork
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "RecordedWork",
     "Recorder",
     "ReplayedWork",
+    "outgoing",
     "outputs_of",
 ]

@@ -199,6 +199,10 @@ class Fabric:
             self._aborted = None
             self._settle()
 
+    def unsent(self) -> int:
+        """Return how many bytes of collectives that are over here are still on their way to others."""
+        return self._network.unsent()
+
     def intact(self) -> bool:
         """Whether no connection of any group has been lost and nothing was aborted. Cheap."""
         return self._aborted is None and self._network.intact()

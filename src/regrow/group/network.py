@@ -126,6 +126,10 @@ class Network:
         up = all(sockets.is_up(connection) for group in self._connections.values() for connection in group)
         return up and all(nccl.intact(backend) for backend in self._cuda)
 
+    def unsent(self) -> int:
+        """Return how much of what groups have sent is still on its way."""
+        return sum(sockets.unsent(connection) for group in self._connections.values() for connection in group)
+
     def end(self) -> None:
         """Wake whoever is blocked on this generation, and let no one start on it. From any thread; quick."""
         first = not self.ended.is_set()

@@ -9,9 +9,11 @@ first, which pins what it refers to, and is compared afterwards.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import termios
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -166,6 +168,20 @@ def is_up(connection: Connection) -> bool:
             return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
         except OSError:
             return False
+
+
+def unsent(connection: Connection) -> int:
+    """Return how many bytes the other side of a connection has not yet confirmed."""
+    with _pinned(connection.fd) as sock, contextlib.suppress(OSError):
+        if sock is not None and os.fstat(sock.fileno()).st_ino == connection.inode:
+            return outgoing(sock)
+    return 0
+
+
+def outgoing(sock: socket.socket) -> int:
+    """Return how many bytes are in the kernel's hands or on their way."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+    return int(count)
 
 
 def blank(names: Names) -> int:

@@ -114,6 +114,22 @@ def typical(iterations: Sequence[Sequence[float]], *, least: int = 3) -> tuple[f
     return tuple(median(lengths) for lengths in zip(*alike, strict=True))
 
 
+def share(spans_s: Sequence[float], load_bytes: int, link: Link, *, start_s: float = 0.002) -> float:
+    """Return how much of each span to use, from its beginning: what is needed and some more, not all that there is.
+
+    Spans vary, and whatever is still under way when the next collective begins holds that up. ``start_s``: so much of a
+    span passes before anything is sent.
+    """
+    for tenths in range(2, 10):
+        usable_s = sum(max(tenths / 10 * span_s - start_s, 0.0) for span_s in spans_s)
+        if tenths / 10 >= link.share or usable_s * link.bytes_s >= _RESERVE * load_bytes:
+            return min(tenths / 10, link.share)
+    return link.share
+
+
+_RESERVE = 1.2
+
+
 def remaining_s(span: int, elapsed_s: float, spans_s: Sequence[float] | None, share: float) -> float:
     """Return for how long the network may be used, in an idle span that has begun a while ago.
 

@@ -8,18 +8,15 @@ traffic is worse than traffic beside a collective: then everything goes at once.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import socket
-import struct
-import termios
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from regrow.group import Activity, Fabric
-from regrow.plan.spans import Frequency, Link, every, remaining_s, typical
+from regrow.group import Activity, Fabric, Idle, outgoing
+from regrow.plan.spans import Frequency, Link, every, remaining_s, share, typical
 from regrow.sizes import show_bytes
 
 _PROFILE = 20
@@ -51,6 +48,8 @@ class Pacer:
         self.bytes_s: float | None = None
         """What the network takes in an idle span."""
         self._frequency = Frequency()
+        self._load_bytes = 0
+        self._share = 1.0
         self._span: tuple[int, int] | None = None
         self._began_s, self._began_bytes = 0.0, 0
         self._sent = 0
@@ -70,6 +69,8 @@ class Pacer:
         if self._turns > _WARM_UP:
             self._iterations.append(spans_s)
             self.spans_s = typical(self._iterations)
+            if self.spans_s is not None:
+                self._share = share(self.spans_s, self._load_bytes, self.link())
 
     def link(self) -> Link:
         """Return what is known of the network."""
@@ -77,6 +78,7 @@ class Pacer:
 
     def proposal(self, state_bytes: int, copies: int) -> int:
         """Return after how many iterations another snapshot should be taken, as far as this rank can tell."""
+        self._load_bytes = state_bytes * copies
         if self.spans_s is None or self.bytes_s is None or not copies:
             return self._frequency.every
         return self._frequency.propose(every(self.spans_s, state_bytes, copies, self.link(), most=100))
@@ -106,19 +108,18 @@ class Pacer:
         self._sent += max(self._left - left, 0)
         while True:
             self._look()
-            unsent = _unsent(connection)
+            unsent = outgoing(connection)
             link = self.link()
             piece = min(max(int(link.bytes_s * _PIECE_S), _LEAST), _MOST)
             if self._hurry():
                 self.hurried_bytes += min(left, piece)
                 return self._promise(left, piece)
-            idle = self._activity.idle()
+            idle = self._idle()
             if idle is None:
                 self._span = None
-                self._activity.wait(_LOOK_EVERY_S)
                 continue
             self._measure((self._turns, idle.span), unsent)
-            room_s = remaining_s(idle.span, idle.elapsed_s, self.spans_s, link.share)
+            room_s = remaining_s(idle.span, idle.elapsed_s, self.spans_s, self._share)
             fitting = piece if math.isinf(room_s) else link.fitting(room_s) - unsent
             allowed = min(fitting, 2 * piece - unsent)
             if allowed >= min(left, _LEAST):
@@ -126,8 +127,28 @@ class Pacer:
             if fitting < min(left, _LEAST):  # this span is used up
                 self._span = None
                 self._activity.wait(_LOOK_EVERY_S)
-            else:
-                time.sleep(_PIECE_S / 3)
+            else:  # until half a piece is left: every waking takes something from whoever computes on this core
+                time.sleep(max((unsent - piece / 2) / link.bytes_s, _PIECE_S / 4))
+
+    def until_room(self, seconds: float) -> None:
+        """Wait for an idle span with so much time left, if there are any: collectives need the host's memory, too."""
+        while self.spans_s is not None and max(self.spans_s, default=0.0) > 2 * seconds and not self._hurry():
+            self._look()
+            idle = self._idle()
+            if idle is not None:
+                if remaining_s(idle.span, idle.elapsed_s, self.spans_s, 1.0) > seconds:
+                    return
+                self._activity.wait(_LOOK_EVERY_S)
+
+    def _idle(self) -> Idle | None:
+        """Return whether the network is idle; if not, after a while."""
+        idle = self._activity.idle()
+        if idle is None:
+            self._activity.wait(_LOOK_EVERY_S)
+        elif self._fabric.unsent() > _LEAST:  # over here, but not yet where it goes to
+            time.sleep(_PIECE_S / 4)
+            return None
+        return idle
 
     def _promise(self, left: int, most: int) -> int:
         self._left = left
@@ -144,9 +165,3 @@ class Pacer:
         found = max((delivered - self._began_bytes) / (now_s - self._began_s), 1.0)
         self.bytes_s = found if self.bytes_s is None else (1 - _NEWER) * self.bytes_s + _NEWER * found
         self._began_s, self._began_bytes = now_s, delivered
-
-
-def _unsent(connection: socket.socket) -> int:
-    """Return how many bytes the other side has not yet confirmed."""
-    (count,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
-    return int(count)

@@ -262,6 +262,8 @@ class Snapshots:
                     raise before.error
             task.then = self._agreed
             if task.needed:
+                if self._pacer is not None:
+                    self._pacer.until_room(self._copy_s / max(self._taken, 1))
                 self._copy(task)
             task.copied.set()
             testing.point("snapshot_taken", task.step)
@@ -280,9 +282,10 @@ class Snapshots:
 
     def _proposal(self) -> float:
         """Return after how many steps this rank would take the next snapshot but one."""
-        if self._every is not None or self._pacer is None or self._copies is None:
-            return float(self._every or 1)
-        return float(self._pacer.proposal(self._bytes, self._copies.count))
+        found = 1
+        if self._pacer is not None and self._copies is not None:
+            found = self._pacer.proposal(self._bytes, self._copies.count)
+        return float(found if self._every is None else self._every)
 
     def _agree(self, every: float) -> None:
         """All know how often snapshots are taken, from the next but one on: as often as the slowest can."""
