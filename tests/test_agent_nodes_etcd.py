@@ -147,6 +147,13 @@ def test_an_etcd_that_is_not_there(start):
     assert job.err.startswith("regrow run: error: etcd cannot be reached within 0.5 s: ")
 
 
+def test_an_address_that_is_not_this_hosts(start, left):
+    job = start("--host-addr", "192.0.2.1")
+    assert job.wait() == 1
+    assert job.err.startswith("regrow run: error: this node cannot listen at its own address 192.0.2.1: ")
+    assert not left()
+
+
 def test_training_is_healed_over_etcd(etcd, left):
     faults = testing.decode("kill rank=1 step=3 point=in_backward")
     check("--steps", "5", nproc=2, faults=faults, flags=("--store", etcd.url))
