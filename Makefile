@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline chaos format clean
+.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline chaos chaos-hosts format clean
 
 setup: $(READY)
 
@@ -48,6 +48,9 @@ bench-pipeline: setup
 
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 500
+
+chaos-hosts: setup system
+	$(BIN)/python bench/chaos_hosts.py --cuts 50
 
 format: setup
 	$(BIN)/ruff format src tests bench examples

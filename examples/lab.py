@@ -5,10 +5,13 @@ Needs root and iproute2. All that it makes has the process's number in its name,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+
+_CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
@@ -73,6 +76,15 @@ class Lab:
     def on(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs another one on a host."""
         return ["ip", "netns", "exec", self._space(host), *command]
+
+    def enter(self, host: int) -> None:
+        """Let this thread, and what it starts from now on, be on a host."""
+        space = os.open(f"/run/netns/{self._space(host)}", os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(space, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(space)
 
     def lose(self, host: int) -> None:
         """Let whatever goes to or comes from a host vanish: its cable is in, and nobody refuses anything."""

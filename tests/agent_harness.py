@@ -16,12 +16,15 @@ from regrow.agent import agent, flags  # noqa: F401  imported once here, so that
 
 WORKER = Path(__file__).with_name("agent_worker.py")
 DEADLINE_S = 40.0
+AT_ONCE_S = 0.2
+"""Whoever is killed is noticed within this time: its kernel tells of it, and no time-out has to pass."""
 
 
 class Job:
     """One forked ``regrow run`` with its output in files."""
 
-    def __init__(self, directory, *words, plan=None, env=None, notes=None):
+    def __init__(self, directory, *words, plan=None, env=None, notes=None, enter=None):
+        """``enter`` is called in the new process before anything else."""
         self.directory = Path(directory)
         self.notes_dir = Path(notes or directory)
         self.logs = self.directory / "logs"
@@ -40,6 +43,8 @@ class Job:
                     os.dup2(os.open(self.directory / name, os.O_WRONLY | os.O_APPEND), fd)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
                 os.environ.update(env or {})
+                if enter is not None:
+                    enter()
                 code = cli.main(command)
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -4,100 +4,17 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 
-from agent_harness import Job
-from harness import free_port
-
-TOKEN = {"REGROW_TOKEN": "a secret of all"}
-DEAD_AFTER_S = 2.0
-NOISE_S = 1.0
-"""What two shared cores may add to any time."""
-
-
-class Hosts:
-    """The hosts of one run."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        self.port = free_port()
-        self.jobs = []
-
-    def start(self, *words, nnodes="2", nproc=1, plan=None):
-        directory = self.directory / f"host{len(self.jobs)}"
-        directory.mkdir()
-        common = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
-        common += ["--dead-after", str(DEAD_AFTER_S)]
-        plan = {"gate": True, **(plan or {})}
-        self.jobs.append(Job(directory, *common, *words, env=TOKEN, notes=self.directory, plan=plan))
-        return self.jobs[-1]
-
-    def trained(self, size):
-        for rank in range(size):
-            self.jobs[0].note("steps done", rank=rank)
-
-    def resumed(self, generation, **incarnations):
-        for rank, incarnation in incarnations.items():
-            self.jobs[0].note("resumed", rank=int(rank[1:]), incarnation=incarnation, generation=generation)
-
-    def joined(self, count):
-        """Wait until so many standbys are members."""
-        zero = self.jobs[0]
-        zero.until(lambda: sum(len(job.events("host_joined")) for job in self.jobs) >= count, "standbys")
-
-    def finish(self, *jobs):
-        jobs[0].open_gate()
-        codes = [job.wait() for job in jobs]
-        assert codes == [0] * len(jobs), "\n".join(job.err for job in jobs)
-        self.assert_one_holder_at_a_time()
-        for job in jobs:
-            job.assert_clean()
-
-    def assert_one_holder_at_a_time(self):
-        newest = {}
-        for note in sorted(self.jobs[0].notes(), key=lambda note: note["t"]):
-            if note["rank"] is not None:
-                assert note["incarnation"] >= newest.get(note["rank"], 0), f"{note} by one that was replaced"
-                newest[note["rank"]] = note["incarnation"]
+from agent_harness import AT_ONCE_S, Job
+from hosts_harness import DEAD_AFTER_S, NOISE_S, Hosts, kill, noticed_s, signal_all
 
 
 @pytest.fixture
 def hosts(tmp_path):
     made = Hosts(tmp_path)
     yield made
-    for job in made.jobs:
-        signal_all(job, signal.SIGCONT)
-        job.kill()
-
-
-def signal_all(job, number):
-    """Signal a host's agent, then everything below it."""
-    try:
-        agent = psutil.Process(job.pid)
-        everyone = [agent, *agent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in everyone:
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
-
-
-def kill(*jobs):
-    """End hosts as a power failure would; return when."""
-    t = time.time()
-    for job in jobs:
-        job.signal(signal.SIGKILL)
-    for job in jobs:
-        job.wait()
-    return t
-
-
-def noticed_s(job, since_t, count=1):
-    lost = job.until(lambda: events if len(events := job.events("host_lost")) >= count else None, "the loss")
-    return lost[-1]["t"] - since_t
+    made.close()
 
 
 def test_standby_takes_over(hosts):
@@ -105,7 +22,7 @@ def test_standby_takes_over(hosts):
     standby = hosts.start("--standby", "--spares", "2", "--host-addr", "127.0.0.3", nproc=2)
     hosts.trained(3)
     standby.until(lambda: len(standby.events("spare_ready")) == 2, "warm spares")
-    assert noticed_s(zero, kill(one)) < 1.0
+    assert noticed_s(zero, kill(one)) < AT_ONCE_S
     hosts.resumed(1, r0=0, r1=1, r2=1)
     for rank in (1, 2):
         took = zero.note("assign", rank=rank, incarnation=1)
@@ -174,10 +91,12 @@ def test_workers_of_a_stopped_agent_end_before_others_hold_their_ranks(hosts):
     hosts.trained(2)
     hosts.joined(1)
     old = zero.note("assign", rank=1)["pid"]
+    stopped_t = time.time()
     one.signal(signal.SIGSTOP)
     mine = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     zero.until(lambda: len(zero.notes("start", env=mine)) == 2, "another holder")
     assert old not in zero.living()
+    assert DEAD_AFTER_S / 2 < noticed_s(zero, stopped_t) < DEAD_AFTER_S + NOISE_S
     hosts.resumed(1, r0=0, r1=1)
     one.signal(signal.SIGCONT)
     one.until(lambda: "node 1 is back, as a standby" in one.err, "its return")
@@ -189,7 +108,7 @@ def test_two_hosts_at_once(hosts):
     standbys = [hosts.start("--standby", nnodes="3") for _ in range(2)]
     hosts.trained(3)
     hosts.joined(2)
-    assert noticed_s(jobs[0], kill(jobs[1], jobs[2]), count=2) < 1.0
+    assert noticed_s(jobs[0], kill(jobs[1], jobs[2]), count=2) < AT_ONCE_S
     # one generation, unless the machine is so busy that they end far apart
     hosts.resumed(jobs[0].events("generation")[-1]["generation"], r0=0, r1=1, r2=1)
     hosts.finish(jobs[0], *standbys)

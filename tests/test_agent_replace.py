@@ -3,11 +3,12 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from agent_harness import Job
+from agent_harness import AT_ONCE_S, Job
 
 
 @pytest.fixture
@@ -32,8 +33,11 @@ def test_killed_worker_is_replaced_and_the_others_are_untouched(start):
     victim = job.note("steps done", rank=1)["pid"]
     for rank in (0, 2):
         job.note("steps done", rank=rank)
+    killed_t = time.time()
     os.kill(victim, signal.SIGKILL)
     job.note("resumed", rank=1, incarnation=1, generation=1)
+    assert job.events("worker_lost")[0]["t_noticed"] - killed_t < AT_ONCE_S
+    assert job.events("generation")[0]["t"] - killed_t < AT_ONCE_S
     for rank in (0, 2):
         job.note("resumed", rank=rank, incarnation=0, generation=1)
     job.open_gate()

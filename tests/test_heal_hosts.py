@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+from agent_harness import AT_ONCE_S
 from harness import SCRIPT, free_port
 from regrow import events
 
@@ -45,10 +46,15 @@ def test_a_standby_joins_the_generation_of_a_lost_host(tmp_path):
         until("training")
         until("spare_ready")
         time.sleep(1.0)
+        killed_t = time.time()
         agents[1].send_signal(signal.SIGKILL)
-        until("host_lost", host=1)
+        assert until("host_lost", host=1)[0]["t"] - killed_t < AT_ONCE_S
         joined = until("joined", count=2, generation=1)
         assert {event["rank"]: event["node"] for event in joined} == {0: 0, 1: 2}
+        worker = until("spare_assigned", rank=1)[0]["pid"]
+        killed_t = time.time()
+        os.kill(worker, signal.SIGKILL)
+        assert until("worker_lost", rank=1)[0]["t_noticed"] - killed_t < AT_ONCE_S
     finally:
         for agent in agents:
             agent.kill()

@@ -20,6 +20,7 @@ from regrow.agent.happenings import Event, Lost, NodeJoined, NodeLost, Stopped
 from regrow.agent.home import Home
 from regrow.agent.join import join, rejoin
 from regrow.agent.leader import WORLD_KEY, Leader
+from regrow.agent.lookout import Lookout
 from regrow.agent.membership import decide
 from regrow.agent.options import RunOptions, StartError
 from regrow.agent.seats import CannotReturn, Site
@@ -181,11 +182,14 @@ class Agent:
             report=lambda lost: self._report(lost, None),
             why=self._why_lost,
         )
+        lookout = Lookout(
+            site.store, site.node, self._options.token, self._options.dead_after_s, self._departed.add
+        )  # where no place tells how to be looked at, it looks at nobody
 
         async def take_part() -> None:
             await self._enter()
             async with asyncio.TaskGroup() as group:
-                for work in (self._follow_world(), self._apply_reports(), leader.run()):
+                for work in (self._follow_world(), self._apply_reports(), leader.run(), lookout.run()):
                     group.create_task(work)
 
         taking_part = asyncio.create_task(take_part())

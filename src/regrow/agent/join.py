@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.options import RunOptions, StartError
+from regrow.agent.presence import Presence
 from regrow.agent.remains import begun, clear, forget_the_last
 from regrow.agent.seats import CannotReturn, Site, follow, lead, retake, sit, take
 from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
@@ -86,8 +87,10 @@ async def _meet(options: RunOptions) -> Site:
     options = options if options.run_id else replace(options, run_id=uuid.uuid4().hex[:12])
     store = EtcdStore(options.store, f"/regrow/{options.run_id}/", options.store_timeout_s)
     tenure: Tenure | None = None
+    presence = Presence(options.token)
 
     async def leave() -> None:
+        await presence.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.store_timeout_s):
                 with contextlib.suppress(StoreLost, LeaseLost):
@@ -100,8 +103,9 @@ async def _meet(options: RunOptions) -> Site:
         async with asyncio.timeout(options.join_timeout_s):
             await forget_the_last(store, options.dead_after_s)
         host_addr = options.host_addr or store.local_address
+        port = None if options.alone else await _seen(presence, host_addr)
         tenure = await Tenure.begin(store, options.dead_after_s)
-        return replace(await sit(options, store, tenure, host_addr), leave=leave)
+        return replace(await sit(options, store, tenure, host_addr, port), leave=leave)
     except BaseException as error:
         if tenure is not None:
             await tenure.close()
@@ -112,6 +116,13 @@ async def _meet(options: RunOptions) -> Site:
         if isinstance(error, StoreLost | LeaseLost):
             raise StartError(str(error)) from None
         raise
+
+
+async def _seen(presence: Presence, host_addr: str) -> int:
+    try:
+        return await presence.start(host_addr)
+    except OSError as error:
+        raise StartError(f"this node cannot listen at its own address {host_addr}: {_plain(error)}") from None
 
 
 async def _reached(store: EtcdStore, options: RunOptions) -> None:

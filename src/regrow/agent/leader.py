@@ -20,7 +20,7 @@ from regrow.agent.world import World
 LEADER_KEY = "leader"
 WORLD_KEY = "world"
 HOSTS = "host/"
-_TOGETHER_S = 0.1  # hosts that fail together should cost one generation; a process takes a moment to end
+_TOGETHER_S = 0.05  # hosts that fail together should cost one generation; a process takes a moment to end
 
 
 class Leader:
@@ -54,40 +54,42 @@ class Leader:
         world = await self._apply(Led(self._node, self._session, time.time()))
         if world.leader != self._session:
             return  # the run is over, or this host is no member
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watch(HOSTS))
         try:
             while not watching.done():
                 await self._look(world.epoch)
-                self._changed.clear()
-                # also without a change: who joined and was gone before the world knew of it left no later one
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._look_every_s):
-                        await self._changed.wait()
+                await self._change()  # or none: who joined and was gone before the world knew of it left no later one
                 await asyncio.sleep(_TOGETHER_S)
             watching.result()
         finally:
             watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     async def _campaign(self) -> None:
         session = self._session.encode()
-        while await self._store.compare_and_set(LEADER_KEY, 0, session, self._lease) is None:
-            known = await self._store.get(LEADER_KEY)
-            if known is not None and known.value == session:
-                return
-            # the key may have gone before the watch began: so it is tried again after a while, too
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_every_s):  # not ``wait_for``: in 3.11 it may lose a cancellation
-                    await self._vacant()
-
-    async def _vacant(self) -> None:
-        async with contextlib.aclosing(self._store.watch(LEADER_KEY)) as changes:  # type: ignore[type-var]
-            async for change in changes:
-                if change.key == LEADER_KEY and change.value is None:
-                    return
-
-    async def _watch(self) -> None:
+        watching = asyncio.create_task(self._watch(LEADER_KEY))
         try:
-            async for _ in self._store.watch(HOSTS):
+            while await self._store.compare_and_set(LEADER_KEY, 0, session, self._lease) is None:
+                known = await self._store.get(LEADER_KEY)
+                if known is not None and known.value == session:
+                    return
+                if watching.done():
+                    watching.result()
+                await self._change()  # the key may have gone before the watch began: it is tried after a while, too
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _change(self) -> None:
+        """Wait for one, but not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._look_every_s):  # not ``wait_for``: in 3.11 it may lose a cancellation
+                await self._changed.wait()
+        self._changed.clear()
+
+    async def _watch(self, prefix: str) -> None:
+        try:
+            async for _ in self._store.watch(prefix):
                 self._changed.set()
         finally:
             self._changed.set()

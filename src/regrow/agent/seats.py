@@ -44,6 +44,8 @@ class Site:
     master_port: int
     leave: Callable[[], Awaitable[None]] | None = None
     """Lets go of a store that this agent does not host."""
+    presence: int | None = None
+    """The port at which others see that this process is there, if they have no other way to."""
 
     @property
     def world_size(self) -> int:
@@ -55,10 +57,12 @@ class CannotReturn(Exception):
     """This node has no place in the run any more, and will not get one."""
 
 
-async def take(options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str) -> tuple[int, str]:
+async def take(
+    options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str, presence: int | None = None
+) -> tuple[int, str]:
     """Take a place; return its number, and the session that holds it. ``StartError`` if there is none."""
     session = uuid.uuid4().hex
-    info = _info(options, session, host_addr)
+    info = _info(options, session, tenure, host_addr, presence)
     until = time.monotonic() + options.dead_after_s + 2 * _POLL_S  # by then a predecessor that is gone is forgotten
     while True:
         for node in await _candidates(options, store, begun=await begun(store)):
@@ -90,14 +94,17 @@ async def _candidates(options: RunOptions, store: ControlStore, *, begun: bool) 
     return range(first, first + 1000)
 
 
-async def sit(options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str) -> Site:
+async def sit(
+    options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str, presence: int | None = None
+) -> Site:
     """Take a place in a store that nobody hosts, and wait until the world's hosts are there."""
-    node, session = await take(options, store, tenure, host_addr)
+    node, session = await take(options, store, tenure, host_addr, presence)
     if node < options.nnodes and not await begun(store):
-        return await lead(options, store, None, tenure, node, session, host_addr)
+        site = await lead(options, store, None, tenure, node, session, host_addr)
+        return replace(site, presence=presence)
     try:
         async with asyncio.timeout(options.join_timeout_s):
-            return await follow(store, tenure, node, session, host_addr)
+            return replace(await follow(store, tenure, node, session, host_addr), presence=presence)
     except TimeoutError:
         raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
 
@@ -108,11 +115,11 @@ async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
     if entry is None or json.loads(entry.value).get("birth") != site.birth:
         raise CannotReturn("the run that this node took part in is no longer there")
     key, session = f"{HOSTS}{site.node}", uuid.uuid4().hex
-    info = _info(options, session, site.host_addr)
     if site.tenure.lease is not None:
         with contextlib.suppress(StoreLost, LeaseLost):  # or it may lead, without anybody who does, until it expires
             await site.tenure.lease.revoke()
     tenure = await Tenure.begin(store, options.dead_after_s)
+    info = _info(options, session, tenure, site.host_addr, site.presence)
     try:
         place = await store.get(key)
         if place is not None and json.loads(place.value)["session"] != site.session:
@@ -126,8 +133,9 @@ async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
     return replace(site, store=store, tenure=tenure, session=session)
 
 
-def _info(options: RunOptions, session: str, host_addr: str) -> bytes:
+def _info(options: RunOptions, session: str, tenure: Tenure, host_addr: str, presence: int | None) -> bytes:
     told = {"session": session, "address": host_addr, "nproc": options.nproc, "slots": options.slots}
+    told |= {"presence": presence, "lease": None if tenure.lease is None else tenure.lease.number}
     # where an agent has the store, that is at the port that was given
     told["port"] = options.master_port if options.store or options.alone else None
     return json.dumps({**told, "nnodes": options.nnodes, "standby": options.standby}).encode()

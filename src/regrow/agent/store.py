@@ -42,6 +42,8 @@ class Lease(Protocol):
 
     ttl_s: float
     """How long it lives without being renewed; a store may have rounded up what was asked for."""
+    number: int
+    """Its name in the store, which no other lease ever has."""
 
     async def keep(self) -> bool:
         """Renew it; False if it has expired meanwhile, and its keys with it."""
@@ -89,6 +91,10 @@ class ControlStore(Protocol):
         """Return a new lease that expires ``ttl_s`` seconds from now unless it is kept."""
         ...
 
+    async def revoke(self, number: int) -> None:
+        """End the lease with this number, whoever holds it; nothing happens if it is over."""
+        ...
+
 
 class Timer(Protocol):
     """What ``Clock.call_at`` returns."""
@@ -111,7 +117,7 @@ class Clock(Protocol):
 
 
 class MemoryLease:
-    """A ``Lease`` of a ``MemoryStore``; ``number`` is its name over TCP."""
+    """A ``Lease`` of a ``MemoryStore``."""
 
     def __init__(self, store: MemoryStore, number: int, ttl_s: float) -> None:
         self.ttl_s = ttl_s
@@ -213,6 +219,11 @@ class MemoryStore:
         self._leases[lease.number] = lease
         self._start(lease)
         return lease
+
+    async def revoke(self, number: int) -> None:
+        """See ``ControlStore``."""
+        if (lease := self._leases.get(number)) is not None:
+            self.end(lease)
 
     def lease(self, number: int) -> MemoryLease | None:
         """Return the living lease with this number."""

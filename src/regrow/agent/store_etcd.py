@@ -20,9 +20,10 @@ from regrow.agent.store import Change, Entry, Lease, LeaseLost, StoreLost
 class EtcdLease:
     """A ``Lease`` of etcd, which counts whole seconds: what was asked for is rounded up, to two at least by default."""
 
-    def __init__(self, etcd: Etcd, number: int, ttl_s: float) -> None:
+    def __init__(self, store: EtcdStore, etcd: Etcd, number: int, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self.number = number
+        self._store = store
         self._etcd = etcd
 
     async def keep(self) -> bool:
@@ -37,11 +38,7 @@ class EtcdLease:
 
     async def revoke(self) -> None:
         """See ``Lease``."""
-        try:
-            await self._etcd.call("lease/revoke", {"ID": self.number})
-        except Refused as error:
-            if error.code != NOT_FOUND:
-                raise _explained(error) from None
+        await self._store.revoke(self.number)
 
 
 class EtcdStore:
@@ -139,7 +136,15 @@ class EtcdStore:
             raise ValueError(f"a lease needs a positive time to live, got {ttl_s}")
         # one whose answer is lost expires by itself
         answer = await self._refusable("lease/grant", {"TTL": math.ceil(ttl_s)})
-        return EtcdLease(self._etcd, int(answer["ID"]), float(answer["TTL"]))
+        return EtcdLease(self, self._etcd, int(answer["ID"]), float(answer["TTL"]))
+
+    async def revoke(self, number: int) -> None:
+        """See ``ControlStore``."""
+        try:
+            await self._etcd.call("lease/revoke", {"ID": number})
+        except Refused as error:
+            if error.code != NOT_FOUND:
+                raise _explained(error) from None
 
     async def watch(self, prefix: str) -> AsyncGenerator[Change, None]:
         """See ``ControlStore``."""

@@ -159,7 +159,7 @@ class TcpLease:
 
     async def revoke(self) -> None:
         """See ``Lease``."""
-        await self._store.revoke(self)
+        await self._store.revoke(self.number)
 
 
 class TcpStore:
@@ -305,9 +305,9 @@ class TcpStore:
         """Renew a lease; False if it is over."""
         return bool((await self._ask("keep", "", lease=lease.number)).head["kept"])
 
-    async def revoke(self, lease: TcpLease) -> None:
-        """End a lease; nothing happens if it is over."""
-        await self._ask("revoke", "", lease=lease.number)
+    async def revoke(self, number: int) -> None:
+        """See ``ControlStore``."""
+        await self._ask("revoke", "", lease=number)
 
 
 def _number(lease: Lease | None) -> int | None:
