@@ -57,6 +57,25 @@ def test_fsdp_during_a_recovery_and_two_at_once():
     check("--steps", "10", nproc=3, faults=faults, spares=2)
 
 
+def test_all_workers_lost_at_once():
+    """At a step, in the middle of a snapshot, and with a memory that is gone; before that, one in the set-up.
+
+    Only where not everyone has a whole snapshot does the run start from its beginning.
+    """
+    expected = harness.undisturbed("--steps", "10", nproc=3, script=SCRIPT)
+    strikes = [("kill", "1", "-1"), ("all", "0", "3"), ("forget", "2", "4"), ("all", "1", "8")]
+    args = [word for strike in strikes for word in ("--strike", *strike)]
+    faults = [Fault(point="snapshot_copy", rank=rank, step=6) for rank in range(3)]
+    job = harness.run_job("--steps", "10", *args, nproc=3, faults=faults, spares=1, script=SCRIPT)
+    assert job.code == 0, job.output
+    assert job.digests() == expected.digests()
+    assert job.output.count("from its beginning") == 1 and "the state of rank 2 is lost" in job.output, job.output
+    assert job.output.count("all ranks are set up") == 2, job.output
+    steps = [event["step"] for event in job.events("plan")]
+    assert steps[0] in (1, 2, 3) and {*steps[1:-1]} <= {4, 5, 6} and steps[-1] in (6, 7, 8), job.output
+    assert "the memory of their host still has the part of ranks 0, 1, 2" in job.plans()[-1]
+
+
 def test_hsdp():
     faults = [
         Fault(point="in_backward", rank=3, step=2, nth=3),
@@ -121,7 +140,7 @@ def test_two_lost_hosts():
     Of hosts 0 and 1 each keeps the other's snapshots, and so do hosts 2 and 3.
     """
     expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
-    args = ("--steps", "10", "--lose-host", "1", "5", "--lose-host", "3", "5")
+    args = ("--steps", "10", "--strike", "host", "1", "5", "--strike", "host", "3", "5")
     jobs = harness.run_hosts(*args, hosts=4, standbys=2, nproc=1, spares=1, script=SCRIPT)
     assert [job.code for job in jobs] == [0, -9, 0, -9, 0, 0], "".join(job.output for job in jobs)
     ranks = jobs[0].ranks | jobs[2].ranks | jobs[4].ranks | jobs[5].ranks

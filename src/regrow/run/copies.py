@@ -16,7 +16,7 @@ from regrow.errors import PeerLost, Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
 from regrow.peer.keeper import Address, kept, kept_small
-from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom
+from regrow.peer.memory import Buffer, Damaged, Head, Layout, NoRoom
 from regrow.plan.placement import place
 from regrow.slots import Left
 
@@ -65,9 +65,9 @@ class Copies:
         """Return what others must know of this host."""
         return {"node": self._host.node, "keeper": list(self._host.keeper)}
 
-    def kept(self) -> list[tuple[int, Step]]:
-        """Return whose snapshots, and of which steps, lie in this host's memory."""
-        return [(rank, step) for rank, shelf in kept(self._host.kept).items() for step in shelf.whole()]
+    def kept(self) -> list[tuple[int, Head]]:
+        """Return whose snapshots lie in this host's memory, and what can be told of them."""
+        return [(rank, head) for rank, shelf in kept(self._host.kept).items() for head in shelf.heads()]
 
     def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
         """All have said where their hosts keep snapshots: from now on they can be fetched."""
