@@ -118,6 +118,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     job = harness.run_job("--steps", "3", "--pretend-room", "1000", nproc=2, script=SCRIPT)
     assert job.code == 1
     assert "each in two buffers, need" in job.output and "Traceback" not in job.output, job.output
+    assert "1.00 kB is there (a limit that is pretended)" in job.output, job.output
 
 
 def test_another_hosts_memory():

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import regrow
 from host import lose_host
 from regrow import state_digest
+from regrow.peer.room import Room
 
 
 def net() -> nn.Sequential:
@@ -140,7 +141,7 @@ def main() -> None:
     strikes = Strikes(run, args.out, args.strike)
     strikes.at(-1)
     if args.pretend_room is not None:
-        run._shelf.room = lambda: args.pretend_room
+        run._shelf.room = lambda: Room(args.pretend_room, "a limit that is pretended")
     losses = {}
     for step in run.steps(args.steps):
         with step:

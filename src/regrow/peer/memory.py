@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from regrow.ids import Step
+from regrow.peer.room import Room, room
 
 _MAGIC = b"RGSNAP02"
 _FACTS = struct.Struct("<8sqqQQQH")  # magic, step, generation; where the index begins, its length, checksum; pairs
@@ -243,11 +244,9 @@ class Shelf:
             if (head := buffer.head()) is not None and not good(head):
                 buffer.drop()
 
-    def room(self) -> int:
-        """Return how many bytes of memory can still be had for snapshots here."""
-        stat = os.statvfs(self._directory)
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return min(stat.f_bavail * stat.f_frsize, int(fields["MemAvailable"].split()[0]) << 10)
+    def room(self) -> Room:
+        """Return how much memory can still be had for snapshots here."""
+        return room(self._directory)
 
     def remove(self) -> None:
         """Delete what is there."""

@@ -1,7 +1,8 @@
 """This rank's snapshots in other hosts' memory: who keeps them, how they get there, and how they are found again.
 
 Each host's agent has a keeper. Which of them keep a host's snapshots follows from the placement, which every rank
-computes from the same list of hosts. A keeper that cannot be reached costs a copy, not the training.
+computes from the same list of hosts. A keeper that cannot be reached costs a copy, not the training, and is tried again
+in the background (``again``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from regrow.peer.client import Client, Refused
 from regrow.peer.keeper import Address, kept, kept_small
 from regrow.peer.memory import Buffer, Damaged, Head, Layout, NoRoom
 from regrow.plan.placement import place
+from regrow.run.again import Seeker
 from regrow.slots import Left
 
 Say = Callable[[str], None]
@@ -50,6 +52,8 @@ class Copies:
         self._event = event
         self._addresses: dict[int, Address] = {}
         self._clients: dict[int, Client] = {}
+        self._seeker: Seeker | None = None
+        self._step = Step(0)
         self._generation = 0
         self._severed = False
         self._fetching: Client | None = None
@@ -76,6 +80,8 @@ class Copies:
 
     def pause(self) -> None:
         """The generation is over: nobody keeps anything until the next one begins."""
+        if self._seeker is not None:
+            self._seeker.stop()
         clients, self._clients = self._clients, {}
         for client in clients.values():
             client.close()
@@ -85,13 +91,15 @@ class Copies:
         self.pause()
         self._severed = False
         self._generation = generation
+        self._step = step
+        self._seeker = Seeker(self._client, self._greet)
         nodes = sorted(self._addresses)
         placement = place(len(nodes), min(self._host.copies, len(nodes)))
         keepers = placement.keepers[nodes.index(self._host.node)]
         self._clients = {nodes[keeper]: self._client(nodes[keeper]) for keeper in keepers[1:]}
         for node, client in [*self._clients.items()]:
             try:
-                client.drop_after(self._rank, step)
+                self._greet(client)
             except (OSError, Refused, Damaged) as error:
                 self._give_up(node, error)
         return len(self._clients) + 1
@@ -99,12 +107,26 @@ class Copies:
     def _client(self, node: int) -> Client:
         return Client(self._addresses[node], self._token, self._look)
 
+    def _greet(self, client: Client) -> None:
+        """Let a keeper give up what it has of a future that was given up, before it is sent anything."""
+        client.drop_after(self._rank, self._step)
+
+    def _regain(self) -> None:
+        """Send to those who answer again, from now on."""
+        found = {} if self._seeker is None else self._seeker.reached()
+        for node, client in found.items():
+            self._clients[node] = client
+            number = len(self._clients) + 1
+            self._say(f"host {node} keeps this rank's snapshots again: {number} of {self._host.copies} hosts do")
+            self._event("snapshot_copy_regained", node=node)
+
     def _look(self) -> None:
         if self._severed or self._superseded():
             raise PeerLost("a new generation began while a snapshot was sent", generation=self._generation)
 
     def put(self, buffer: Buffer, pace: Callable[[int], int] | None = None) -> None:
         """Return when every keeper that can be reached has the snapshot whole."""
+        self._regain()
         if not self._clients:
             return
         began = time.monotonic()
@@ -121,6 +143,8 @@ class Copies:
 
     def put_small(self, kind: str, step: Step, payload: bytes) -> None:
         """Return when every keeper that can be reached has what this rank leaves of its own."""
+        if kind == "start":  # what comes within a step is of use together with its start only
+            self._regain()
         for node, client in [*self._clients.items()]:
             try:
                 client.put_small(self._rank, self._generation, kind, step, payload)
@@ -149,10 +173,12 @@ class Copies:
         client = self._clients.pop(node)
         client.close()
         self._say(
-            f"host {node} does not keep this rank's snapshots any more ({error}): until the next generation "
+            f"host {node} does not keep this rank's snapshots any more ({error}): until it can be reached again "
             f"{len(self._clients) + 1} of {self._host.copies} hosts do"
         )
         self._event("snapshot_copy_lost", node=node, why=str(error))
+        if self._seeker is not None:
+            self._seeker.seek(node)
 
     def fetch(self, step: Step, node: int, into: Buffer) -> None:
         """Bring this rank's snapshot from a host that keeps it to this one; ``Damaged`` if it cannot be had."""
@@ -172,13 +198,14 @@ class Copies:
     def sever(self) -> None:
         """Wake whoever sends or fetches."""
         self._severed = True
+        if self._seeker is not None:
+            self._seeker.stop()
         for client in [*self._clients.values(), *([] if self._fetching is None else [self._fetching])]:
             client.end()
 
     def close(self) -> None:
         """Let go of all connections."""
-        for client in self._clients.values():
-            client.close()
+        self.pause()
 
 
 def _address(value: Sequence[Any]) -> Address:

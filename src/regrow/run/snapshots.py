@@ -209,7 +209,8 @@ class Snapshots:
         if self._copies is not None:
             self._copies.heard(roles.hosts)
             keepers = self._copies.resume(generation, Step(-1))  # an earlier beginning may have left its own
-        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, self._shelf.room())
+        room = self._shelf.room()
+        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, room.bytes, room.limit)
         self._courier.resume(generation, roles.addresses)
         self._copy(_Task(Step(0), generation, small))
         if self._copies is not None:
