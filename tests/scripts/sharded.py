@@ -83,10 +83,17 @@ class Strikes:
             return
         if what == "host":
             lose_host()
-        if what == "forget":
+        if what in ("forget", "unlearn"):
             self._run._snapshots.abandon()
+        if what == "forget":
             self._run._shelf.remove()
-        ranks = [self._run.rank] if what == "kill" else sorted(range(self._run.world_size), key=self._run.rank.__eq__)
+        if what == "unlearn":
+            self._run._shelf.drop_after(step - 1)
+            for keeper in self._run._snapshots._copies._clients.values():
+                keeper.drop_after(self._run.rank, step - 1)
+        ranks = [self._run.rank]
+        if what in ("all", "forget"):
+            ranks = sorted(range(self._run.world_size), key=self._run.rank.__eq__)
         for rank in ranks:  # the own one last
             os.kill(int((self._out / f"pid{rank}").read_text()), signal.SIGKILL)
 
@@ -117,7 +124,8 @@ def main() -> None:
         action="append",
         default=[],
         metavar=("WHAT", "RANK", "STEP"),
-        help="there, once: kill this rank, or all ranks, or its host, or forget its snapshots and kill all",
+        help="there, once: kill this rank, or all ranks, or its host; or unlearn its newest snapshot, wherever it is, "
+        "and kill it; or forget its snapshots and kill all",
     )
     parser.add_argument("--wait", type=int, action="append", default=[], help="wait in this step until it may go on")
     parser.add_argument("--pretend-room", type=int, help="so many bytes of memory are left")
@@ -147,9 +155,9 @@ def main() -> None:
         with step:
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
-            strikes.at(step.index)
             if step.index in args.wait:
                 wait(args.out, run.rank, step.index)
+            strikes.at(step.index)
             x, y = step.batch
             opt.zero_grad()
             loss = nn.functional.cross_entropy(model(x).float(), y)

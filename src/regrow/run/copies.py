@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow import testing
 from regrow.errors import PeerLost, Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
@@ -132,6 +133,8 @@ class Copies:
         began = time.monotonic()
         index, parts = buffer.read(f"the snapshot of rank {self._rank}")
         layout = Layout.of([len(part) for part in parts])
+        if testing.awaited("snapshot_send", step := Step(index["step"])):
+            pace = _stopping_midway(step)
         for node, client in [*self._clients.items()]:
             try:
                 client.put(self._rank, self._generation, buffer, layout, index, pace)
@@ -206,6 +209,19 @@ class Copies:
     def close(self) -> None:
         """Let go of all connections."""
         self.pause()
+
+
+def _stopping_midway(step: Step) -> Callable[[int], int]:
+    """Return a pace at which half is sent before a fault strikes that is due there."""
+    whole: list[int] = []
+
+    def pace(left: int) -> int:
+        whole.append(left)
+        if len(whole) > 1:
+            testing.point("snapshot_send", step)
+        return left if len(whole) > 1 else -(-left // 2)
+
+    return pace
 
 
 def _address(value: Sequence[Any]) -> Address:
