@@ -47,8 +47,8 @@ def test_hosts(network, tmp_path_factory, how):
     hosts = Hosts(network, tmp_path_factory.mktemp(how), RANKS, SCRIPT, *args)
     try:
         hosts.start(RANKS, faults=faults)
-        hosts.until("training", lambda: hosts.events("training"))
-        hosts.start(STANDBYS, faults=faults, standby=True)
+        hosts.until("a leader", lambda: hosts.events("leader"))  # no standby is to lead
+        hosts.start(STANDBYS, faults=[], standby=True)
         hosts.arrive(5, RANKS)
         assert len(hosts.events("worker_lost")) == 3, hosts.output()
         hosts.until("standbys", lambda: len({event["host"] for event in hosts.events("host_joined")}) >= STANDBYS)
