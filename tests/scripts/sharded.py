@@ -98,12 +98,15 @@ class Strikes:
             os.kill(int((self._out / f"pid{rank}").read_text()), signal.SIGKILL)
 
 
-def wait(out: Path, rank: int, step: int) -> None:
-    """Let whoever watches do something now; a step that runs again does not wait once more."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"at-{step}-{rank}").touch()
+def wait(out: Path, run: regrow.Run, step: int) -> None:
+    """Let whoever watches do something now. One who was ahead of a rank that died goes back first, and waits then."""
+    arrived = out / f"at-{step}-{run.rank}"
+    arrived.touch()
     deadline = time.monotonic() + 60
     while not (out / f"go-{step}").exists():
+        if run._link.generation != run.generation:
+            arrived.unlink()
+            return
         assert time.monotonic() < deadline, f"nobody lets step {step} go on"
         time.sleep(0.01)
 
@@ -156,7 +159,7 @@ def main() -> None:
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
             if step.index in args.wait:
-                wait(args.out, run.rank, step.index)
+                wait(args.out, run, step.index)
             strikes.at(step.index)
             x, y = step.batch
             opt.zero_grad()
