@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from regrow.agent.happenings import (
     Exited,
     Finished,
+    Forgotten,
     Lost,
     LostWorker,
     Resumed,
@@ -86,6 +87,34 @@ def test_no_holders_left_starts_all_again():
     world = after(training(2), lost(0), lost(1))
     assert (world.phase, world.incarnation, world.holders) == (Phase.SETUP, (2, 1), ())
     assert "no one holds" in world.reason and "from its beginning" in world.reason
+
+
+def test_what_hosts_keep_outlives_all_workers():
+    world = after(new(2), SetupDone(0, 0, kept=True), SetupDone(1, 0, kept=True), lost(0), lost(1))
+    assert (world.phase, world.generation, world.incarnation, world.holders) == (Phase.TRAINING, 2, (1, 1), ())
+    assert "in the memory of hosts" in world.reason
+    world = after(world, lost(0, 1, incarnation=1))
+    assert (world.phase, world.generation, world.incarnation) == (Phase.TRAINING, 3, (2, 2))
+    assert after(world, Resumed(0, 2, 3), Resumed(1, 2, 3)).holders == (0, 1)
+
+
+def test_what_some_rank_does_not_keep_is_lost_with_the_workers():
+    world = after(new(2), SetupDone(0, 0), SetupDone(1, 0, kept=True), lost(0, 1))
+    assert world.phase is Phase.SETUP and "from its beginning" in world.reason
+    world = after(new(2), SetupDone(0, 0, kept=True), lost(0), SetupDone(0, 1), SetupDone(1, 1, kept=True))
+    assert after(world, lost(0, 1, incarnation=1)).phase is Phase.SETUP
+
+
+def test_a_memory_that_does_not_make_a_whole_means_a_new_beginning():
+    world = after(new(2), SetupDone(0, 0, kept=True), SetupDone(1, 0, kept=True), lost(0, 1))
+    begun = after(world, Forgotten(1, 1, 1, "it is gone"))
+    assert (begun.phase, begun.generation, begun.incarnation, begun.kept) == (Phase.SETUP, 2, (2, 2), False)
+    assert "it is gone" in begun.reason and "from its beginning" in begun.reason
+    assert decide(begun, Forgotten(0, 1, 1, "it is gone")).world is begun
+    for event in (Forgotten(1, 0, 1, ""), Forgotten(1, 1, 0, "")):
+        assert decide(world, event).world is world
+    held = after(world, Resumed(0, 1, 1))
+    assert decide(held, Forgotten(1, 1, 1, "")).world is held
 
 
 def test_suspect_reconnects_without_replacing():
@@ -213,7 +242,8 @@ def test_nothing_happens_after_the_end():
 ranks = st.integers(0, 2)
 small = st.integers(0, 3)
 anything = st.one_of(
-    st.builds(SetupDone, ranks, small),
+    st.builds(SetupDone, ranks, small, kept=st.booleans()),
+    st.builds(Forgotten, ranks, small, small, st.just("gone")),
     st.builds(Resumed, ranks, small, small),
     st.builds(Finished, ranks, small, small),
     st.builds(Suspect, ranks, small, small, st.just("why")),
@@ -236,5 +266,5 @@ def test_whatever_comes_the_world_stays_sound(events):
         if world.incarnation != before.incarnation:
             assert world.generation > before.generation
         if world.phase is Phase.TRAINING:
-            assert world.holders
+            assert world.holders or world.kept
         assert (world.exit_code is not None) == world.over

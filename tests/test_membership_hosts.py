@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from regrow.agent.happenings import (
     Exited,
     Finished,
+    Forgotten,
     Led,
     Lost,
     LostWorker,
@@ -205,7 +206,8 @@ def test_how_long_the_setup_took_is_known_to_those_who_come_later():
 ranks, small, nodes = st.integers(0, 3), st.integers(0, 3), st.integers(0, 4)
 sessions = st.sampled_from("abst")
 anything = st.one_of(
-    st.builds(SetupDone, ranks, small),
+    st.builds(SetupDone, ranks, small, kept=st.booleans()),
+    st.builds(Forgotten, ranks, small, small, st.just("gone")),
     st.builds(Resumed, ranks, small, small),
     st.builds(Finished, ranks, small, small),
     st.builds(Suspect, ranks, small, small, st.just("why")),

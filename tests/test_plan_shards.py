@@ -16,7 +16,7 @@ def rank(number: int, step: int | None, *snapshots: int, place: str | None = Non
         "params": 4,
         "layout": "same",
         "place": place if place is not None else f"part {number}",
-        "snapshots": tuple(map(Step, snapshots)),
+        "snapshots": tuple((Step(step), 0) for step in snapshots),
         "snapshot_bytes": 1000,
         "state_bytes": 1000,
     }
@@ -78,7 +78,7 @@ def test_many_replicas_are_cheaper_than_a_slow_memory():
 
 
 def test_another_hosts_memory_has_what_a_lost_host_had():
-    kept = ((Rank(2), Step(4)), (Rank(2), Step(5)))
+    kept = ((Rank(2), Step(4), 0), (Rank(2), Step(5), 0))
     holdings = [rank(0, 6, 5, 6, node=0, kept=kept), rank(1, 6, 5, 6, node=1), rank(2, None, node=7)]
     plan = make_plan(holdings)
     assert plan.step == 5
@@ -89,7 +89,7 @@ def test_another_hosts_memory_has_what_a_lost_host_had():
 
 
 def test_what_cannot_be_had_from_one_host_is_had_from_another():
-    kept = ((Rank(2), Step(5)),)
+    kept = ((Rank(2), Step(5), 0),)
     holdings = [rank(0, 5, 5, node=0, kept=kept), rank(1, 5, 5, node=1, kept=kept)]
     lost = rank(2, None, node=7, refused=((Step(5), 0),))
     assert actions(make_plan([*holdings, lost]), Restore)[2].node == 1
@@ -99,7 +99,7 @@ def test_what_cannot_be_had_from_one_host_is_had_from_another():
 
 def test_the_own_host_may_keep_what_a_rank_had_elsewhere():
     """A rank that has moved to the host that keeps its snapshots."""
-    kept = ((Rank(2), Step(5)),)
+    kept = ((Rank(2), Step(5), 0),)
     holdings = [rank(0, 5, 5, node=0, kept=kept), rank(1, 5, node=1, kept=kept), rank(2, None, node=1)]
     assert actions(make_plan(holdings), Restore)[2].node == 1
 

@@ -57,24 +57,23 @@ def test_fsdp_during_a_recovery_and_two_at_once():
     check("--steps", "10", nproc=3, faults=faults, spares=2)
 
 
-def test_hsdp():
-    faults = [
-        Fault(point="in_backward", rank=3, step=2, nth=3),
-        Fault(point="after_update", rank=0, step=4),
-        Fault(point="in_backward", rank=1, step=5),
-        Fault(point="in_backward", rank=2, step=5),
-    ]
-    check("--how", "hsdp", "--steps", "8", nproc=4, faults=faults, spares=2)
+def test_all_workers_lost_at_once():
+    """At a step, in the middle of a snapshot, and with a memory that is gone; before that, one in the set-up.
 
-
-def test_an_optimizer_whose_state_is_sharded():
-    """In the middle of its update too: the owners of parameters broadcast them."""
-    faults = [
-        Fault(point="in_backward", rank=1, step=2),
-        Fault(point="step_end", rank=0, step=4),
-        Fault(point="after_update", rank=2, step=5),
-    ]
-    check("--how", "zero", "--steps", "8", nproc=3, faults=faults, spares=2)
+    Only where not everyone has a whole snapshot does the run start from its beginning.
+    """
+    expected = harness.undisturbed("--steps", "10", nproc=3, script=SCRIPT)
+    strikes = [("kill", "1", "-1"), ("all", "0", "3"), ("forget", "2", "4"), ("all", "1", "8")]
+    args = [word for strike in strikes for word in ("--strike", *strike)]
+    faults = [Fault(point="snapshot_copy", rank=rank, step=6) for rank in range(3)]
+    job = harness.run_job("--steps", "10", *args, nproc=3, faults=faults, spares=1, script=SCRIPT)
+    assert job.code == 0, job.output
+    assert job.digests() == expected.digests()
+    assert job.output.count("from its beginning") == 1 and "the state of rank 2 is lost" in job.output, job.output
+    assert job.output.count("all ranks are set up") == 2, job.output
+    steps = [event["step"] for event in job.events("plan")]
+    assert steps[0] in (1, 2, 3) and {*steps[1:-1]} <= {4, 5, 6} and steps[-1] in (6, 7, 8), job.output
+    assert "the memory of their host still has the part of ranks 0, 1, 2" in job.plans()[-1]
 
 
 def test_a_stopped_rank():
@@ -99,32 +98,4 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     job = harness.run_job("--steps", "3", "--pretend-room", "1000", nproc=2, script=SCRIPT)
     assert job.code == 1
     assert "each in two buffers, need" in job.output and "Traceback" not in job.output, job.output
-
-
-def test_another_hosts_memory():
-    """Rank 1 loses what its own host has of it; what the other host keeps of it is as good."""
-    expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
-    faults = [Fault(point="after_update", rank=3, step=7)]
-    jobs = harness.run_hosts(
-        "--steps", "10", "--damage", "gone", hosts=2, nproc=2, spares=1, faults=faults, script=SCRIPT
-    )
-    assert [job.code for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
-    ranks = jobs[0].ranks | jobs[1].ranks
-    assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
-    plans = [plan for job in jobs for plan in job.plans()]
-    assert "restore  rank 1: the snapshot of step" in plans[0] and "from the memory of host 1" in plans[0], plans
-
-
-def test_two_lost_hosts():
-    """Agents, workers and their memory are gone: standbys take the ranks, the other hosts have their snapshots.
-
-    Of hosts 0 and 1 each keeps the other's snapshots, and so do hosts 2 and 3.
-    """
-    expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
-    args = ("--steps", "10", "--lose-host", "1", "5", "--lose-host", "3", "5")
-    jobs = harness.run_hosts(*args, hosts=4, standbys=2, nproc=1, spares=1, script=SCRIPT)
-    assert [job.code for job in jobs] == [0, -9, 0, -9, 0, 0], "".join(job.output for job in jobs)
-    ranks = jobs[0].ranks | jobs[2].ranks | jobs[4].ranks | jobs[5].ranks
-    assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
-    plans = [plan for job in jobs for plan in job.plans()]
-    assert "another host's memory has the part of" in "".join(plans), plans
+    assert "1.00 kB is there (a limit that is pretended)" in job.output, job.output

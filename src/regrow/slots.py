@@ -71,6 +71,11 @@ class _Slot:
             return None
         return step, sequence, payload
 
+    def wipe(self) -> None:
+        """Let no record be here; the file stays, since it may be mapped."""
+        with self._path.open("r+b") as file:
+            file.write(bytes(_HEADER.size))
+
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
@@ -102,6 +107,12 @@ class Slots:
         """Return the newest step that was begun, for the agent to tell where a worker died."""
         steps = [Step(found[0]) for slot in self._starts if (found := slot.read())]
         return max(steps, default=None)
+
+    def drop_after(self, step: Step) -> None:
+        """Give up what was kept at the start of later steps: they are done again."""
+        for slot in self._starts:
+            if (found := slot.read()) is not None and found[0] > step:
+                slot.wipe()
 
     def remove(self) -> None:
         """Delete what is there: the run starts again from its beginning."""

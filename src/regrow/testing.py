@@ -36,6 +36,7 @@ MEANINGS = {
     "checkpoint_commit": "beside the steps: every rank has written its part, this one has dropped nothing yet",
     "snapshot_copy": "beside the steps: half of a snapshot is copied to the host's memory",
     "snapshot_taken": "beside the steps: the snapshot is whole, not every rank is known to have one",
+    "snapshot_send": "beside the steps: half of a snapshot is on its way to the host that keeps it, too",
 }
 POINTS = tuple(MEANINGS)
 """The points where a fault can strike: of a step, a recovery, a checkpoint; ``MEANINGS`` says what each is."""

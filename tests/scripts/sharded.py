@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import regrow
 from host import lose_host
 from regrow import state_digest
+from regrow.peer.room import Room
 
 
 def net() -> nn.Sequential:
@@ -60,6 +62,55 @@ def damage(run: regrow.Run, which: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Strikes:
+    """What is to happen at a rank's step, each once in all processes that hold it one after another."""
+
+    def __init__(self, run: regrow.Run, out: Path, planned: list[list[str]]) -> None:
+        self._run = run
+        self._out = out
+        self._planned = {(int(rank), int(step)): what for what, rank, step in planned}
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"pid{run.rank}").write_text(str(os.getpid()))
+
+    def at(self, step: int) -> None:
+        """Pass a step's beginning; -1 is the set-up's end."""
+        what = self._planned.get((self._run.rank, step))
+        if what is None:
+            return
+        try:
+            (self._out / f"{what}-{self._run.rank}-{step}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        if what == "host":
+            lose_host()
+        if what in ("forget", "unlearn"):
+            self._run._snapshots.abandon()
+        if what == "forget":
+            self._run._shelf.remove()
+        if what == "unlearn":
+            self._run._shelf.drop_after(step - 1)
+            for keeper in self._run._snapshots._copies._clients.values():
+                keeper.drop_after(self._run.rank, step - 1)
+        ranks = [self._run.rank]
+        if what in ("all", "forget"):
+            ranks = sorted(range(self._run.world_size), key=self._run.rank.__eq__)
+        for rank in ranks:  # the own one last
+            os.kill(int((self._out / f"pid{rank}").read_text()), signal.SIGKILL)
+
+
+def wait(out: Path, run: regrow.Run, step: int) -> None:
+    """Let whoever watches do something now. One who was ahead of a rank that died goes back first, and waits then."""
+    arrived = out / f"at-{step}-{run.rank}"
+    arrived.touch()
+    deadline = time.monotonic() + 60
+    while not (out / f"go-{step}").exists():
+        if run._link.generation != run.generation:
+            arrived.unlink()
+            return
+        assert time.monotonic() < deadline, f"nobody lets step {step} go on"
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", default="fsdp", choices=("fsdp", "hsdp", "zero"))
@@ -71,14 +122,15 @@ def main() -> None:
         "--damage", choices=("newest", "all", "gone"), help="rank 1 damages its snapshots in step 4, and dies"
     )
     parser.add_argument(
-        "--lose-host",
-        type=int,
-        nargs=2,
+        "--strike",
+        nargs=3,
         action="append",
         default=[],
-        metavar=("RANK", "STEP"),
-        help="kill this rank's agent there",
+        metavar=("WHAT", "RANK", "STEP"),
+        help="there, once: kill this rank, or all ranks, or its host; or unlearn its newest snapshot, wherever it is, "
+        "and kill it; or forget its snapshots and kill all",
     )
+    parser.add_argument("--wait", type=int, action="append", default=[], help="wait in this step until it may go on")
     parser.add_argument("--pretend-room", type=int, help="so many bytes of memory are left")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -97,15 +149,18 @@ def main() -> None:
     data = TensorDataset(torch.randn(101, 16, generator=generator), torch.randint(0, 5, (101,), generator=generator))
     run.protect(model=model, optimizer=opt, scheduler=scheduler, loader=DataLoader(data, batch_size=4, shuffle=True))
 
+    strikes = Strikes(run, args.out, args.strike)
+    strikes.at(-1)
     if args.pretend_room is not None:
-        run._shelf.room = lambda: args.pretend_room
+        run._shelf.room = lambda: Room(args.pretend_room, "a limit that is pretended")
     losses = {}
     for step in run.steps(args.steps):
         with step:
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
-            if [run.rank, step.index] in args.lose_host and run.generation == 0:
-                lose_host()
+            if step.index in args.wait:
+                wait(args.out, run, step.index)
+            strikes.at(step.index)
             x, y = step.batch
             opt.zero_grad()
             loss = nn.functional.cross_entropy(model(x).float(), y)
@@ -125,7 +180,6 @@ def main() -> None:
         "losses": losses,
         "pid": os.getpid(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"rank{run.rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

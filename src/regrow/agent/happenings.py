@@ -9,11 +9,12 @@ from regrow.agent.world import Raised
 
 @dataclass(frozen=True)
 class SetupDone:
-    """A rank's set-up is complete; it enters the training loop."""
+    """A rank's set-up is complete; it enters the training loop. ``kept``: hosts' memory has its state, too."""
 
     rank: int
     incarnation: int
     t: float = 0.0
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,17 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class Forgotten:
+    """Nobody lives who held state, and what is left in the memory of hosts does not make a whole."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    why: str
+    t: float = 0.0
+
+
+@dataclass(frozen=True)
 class Finished:
     """A rank has completed its last step at this generation."""
 
@@ -125,4 +137,4 @@ class Stopped:
     t: float = 0.0
 
 
-Event = SetupDone | Lost | NodeJoined | Led | Resumed | Finished | Suspect | Exited | Stopped
+Event = SetupDone | Lost | NodeJoined | Led | Resumed | Forgotten | Finished | Suspect | Exited | Stopped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from regrow.agent.happenings import Event, Exited, Finished, Lost, LostWorker, Resumed, SetupDone
+from regrow.agent.happenings import Event, Exited, Finished, Forgotten, Lost, LostWorker, Resumed, SetupDone
 from regrow.agent.worker import Worker
 from regrow.agent.world import Raised
 from regrow.wire import Frame
@@ -34,11 +34,14 @@ def hear(worker: Worker, frame: Frame, now: float, t: float) -> Heard | None:
             worker.set_up = True
             worker.progress_t = now
             # a replacement was given the record; what it recorded itself is a replay, not the first set-up
-            return Heard(SetupDone(rank, incarnation, t), None if worker.replacement else frame.blob)
+            done = SetupDone(rank, incarnation, t, kept=bool(head.get("kept")))
+            return Heard(done, None if worker.replacement else frame.blob)
         case "resumed":
             worker.set_up = worker.resumed = True
             worker.step = int(head["step"])
             return Heard(Resumed(rank, incarnation, int(head["generation"]), t))
+        case "forgotten":
+            return Heard(Forgotten(rank, incarnation, int(head["generation"]), str(head.get("why"))[:1000], t))
         case "finished":
             worker.finished = True
             worker.step = int(head["step"])

@@ -15,6 +15,7 @@ from regrow.agent.happenings import (
     Event,
     Exited,
     Finished,
+    Forgotten,
     Led,
     Lost,
     LostWorker,
@@ -53,17 +54,17 @@ def decide(world: World, event: Event) -> Decision:
             return _led(world, event)
         case Stopped():
             return _failed(world, event.why, event.t, exit_code=event.exit_code)
-        case SetupDone() | Resumed() | Finished() | Suspect() | Exited():
+        case SetupDone() | Resumed() | Forgotten() | Finished() | Suspect() | Exited():
             if event.incarnation != world.incarnation[event.rank]:
                 return Decision(world, f"ignored: rank {event.rank} has been replaced since")
-            if isinstance(event, Resumed | Finished | Suspect) and event.generation != world.generation:
+            if isinstance(event, Resumed | Forgotten | Finished | Suspect) and event.generation != world.generation:
                 return Decision(world, f"ignored: generation {event.generation} is over, it is {world.generation} now")
             return _from_worker(world, event)
         case _:
             assert_never(event)
 
 
-def _from_worker(world: World, event: SetupDone | Resumed | Finished | Suspect | Exited) -> Decision:
+def _from_worker(world: World, event: SetupDone | Resumed | Forgotten | Finished | Suspect | Exited) -> Decision:
     match event:
         case SetupDone():
             return _setup_done(world, event)
@@ -73,6 +74,8 @@ def _from_worker(world: World, event: SetupDone | Resumed | Finished | Suspect |
             reason = f"rank {event.rank} holds the state again"
             world = _setup_worked(world, event.rank)
             return Decision(replace(world, holders=_with(world.holders, event.rank), t=event.t, reason=reason), reason)
+        case Forgotten():
+            return _forgotten(world, event)
         case Finished():
             if world.phase is not Phase.TRAINING or event.rank in world.finished:
                 return Decision(world, f"ignored: rank {event.rank} cannot finish in {world.phase}, or has already")
@@ -95,7 +98,7 @@ def _setup_done(world: World, event: SetupDone) -> Decision:
         gone = min(world.exited)
         return _failed(world, f"rank {gone} ended during set-up while rank {event.rank} goes on to train", event.t)
     ready = _with(world.ready, event.rank)
-    world = _setup_worked(world, event.rank)
+    world = replace(_setup_worked(world, event.rank), kept=event.kept and (world.kept or not world.ready))
     if len(ready) < world.world_size:
         reason = f"rank {event.rank} is set up, {len(ready)} of {world.world_size}"
         return Decision(replace(world, ready=ready, t=event.t, reason=reason), reason)
@@ -106,6 +109,14 @@ def _setup_done(world: World, event: SetupDone) -> Decision:
         world, phase=Phase.TRAINING, ready=ready, holders=everyone, setup_s=took_s, t=event.t, reason=reason
     )
     return Decision(begun, reason)
+
+
+def _forgotten(world: World, event: Forgotten) -> Decision:
+    if world.phase is not Phase.TRAINING or world.holders:
+        return Decision(world, f"ignored: rank {event.rank} asks for a new beginning, but others hold state")
+    begun = _from_the_beginning(replace(world, generation=world.generation + 1, finished=(), lost=(), t=event.t))
+    reason = f"nobody holds the training state any more ({event.why}): the run starts again from its beginning"
+    return Decision(replace(begun, reason=reason), reason)
 
 
 def _joined(world: World, event: NodeJoined) -> Decision:
@@ -197,7 +208,7 @@ def _lost(world: World, event: Lost) -> Decision:
     if world.phase is Phase.SETUP:
         world = _from_the_beginning(world)
         reason = f"{', '.join(who)} lost during set-up: nothing was trained yet, so all start again"
-    elif not holders:
+    elif not holders and not world.kept:
         world = _from_the_beginning(world)
         reason = (
             f"{', '.join(who)} lost and no one holds the training state any more: "
@@ -206,7 +217,8 @@ def _lost(world: World, event: Lost) -> Decision:
     else:
         incarnation = tuple(n + (rank in gone) for rank, n in enumerate(world.incarnation))
         world = replace(world, incarnation=incarnation, holders=holders)
-        reason = f"{', '.join(who)} lost: replaced, all others keep their state"
+        rest = "all others keep their state" if holders else "what nobody holds any more is in the memory of hosts"
+        reason = f"{', '.join(who)} lost: replaced, {rest}"
     moved = world.homeless
     world = settle(world, before)
     reason += _moved(moved, world)
@@ -265,6 +277,7 @@ def _from_the_beginning(world: World) -> World:
         incarnation=tuple(n + 1 for n in world.incarnation),
         ready=(),
         holders=(),
+        kept=False,
         finished=(),
         exited={},
         setup_t=world.t,

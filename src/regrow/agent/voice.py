@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from regrow.agent.happenings import Event, Led, Lost, NodeJoined, Suspect
+from regrow.agent.happenings import Event, Forgotten, Led, Lost, NodeJoined, Suspect
 from regrow.agent.world import Phase, World
 from regrow.events import EventLog
 
@@ -57,7 +57,7 @@ class Voice:
                 say(f"rank {worker.rank} died ({worker.why}){at}: generation {world.generation}, {how}")
             if event.nodes or (before.phase is Phase.TRAINING and world.phase is Phase.SETUP):
                 say(f"{world.reason} (generation {world.generation})")
-        elif isinstance(event, Suspect):
+        elif isinstance(event, Suspect | Forgotten):
             say(f"{world.reason} (generation {world.generation})")
         elif isinstance(event, NodeJoined) or (before.phase is Phase.SETUP and world.phase is Phase.TRAINING):
             say(world.reason)

@@ -53,7 +53,8 @@ class World:
     """Everything the agents agree on. ``exited`` maps ranks that ended with exit code 0 to their last step.
 
     ``homes`` is the node that each rank lives on (``None`` while no host has room for it) and ``local`` its number
-    there. ``epoch`` counts the leaders; ``leader`` is the session of the newest.
+    there. ``epoch`` counts the leaders; ``leader`` is the session of the newest. ``kept``: hosts' memory has every
+    rank's state, too, and outlives all workers.
     """
 
     world_size: int
@@ -68,6 +69,7 @@ class World:
     phase: Phase = Phase.SETUP
     ready: tuple[int, ...] = ()
     holders: tuple[int, ...] = ()
+    kept: bool = False
     finished: tuple[int, ...] = ()
     exited: dict[int, int | None] = field(default_factory=dict)
     restarts: int = 0

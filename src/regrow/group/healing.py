@@ -51,6 +51,13 @@ OPERATIONS = (
     "recv_anysource",
 )
 MESSAGES = ("send", "recv", "recv_anysource")
+DEAF = (*MESSAGES, *(name for name in OPERATIONS if "reduce_scatter" in name))
+"""Operations whose handles cannot be asked to wait for a moment: gloo's ends the connection, or waits for ever."""
+
+
+def live(name: str, work: dist.Work, network: Network) -> LiveWork:
+    """Return the handle of an operation that gloo has begun."""
+    return (LiveMessage if name in DEAF else LiveWork)(work, network)
 
 
 class Watcher(Protocol):
@@ -110,7 +117,7 @@ class HealingGroup(dist.ProcessGroup):
         """Return what the caller of an operation gets: a handle that the end of the generation always wakes."""
         if not isinstance(work, dist.Work):  # gloo's monitored_barrier is over when it returns
             return work
-        return (LiveMessage if name in MESSAGES else LiveWork)(work, self.network)
+        return live(name, work, self.network)
 
     # -- who we are
 

@@ -104,7 +104,10 @@ class LiveWork(_Wrapping):
 
 
 class LiveMessage(LiveWork):
-    """A message to or from one rank. gloo must not be asked to wait for a moment only: it then ends the connection."""
+    """An operation that gloo must not be asked to wait for a moment only.
+
+    Of a message it then ends the connection; of a reduce-scatter, which is a sum and a copy, it waits for ever.
+    """
 
     def _wait(self, timeout: timedelta) -> bool:
         """Wait in another thread, which is left behind where gloo has forgotten the message."""

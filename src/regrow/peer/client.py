@@ -29,14 +29,17 @@ class Client:
         self._token = token
         self._look = look
         self._connection: socket.socket | None = None
+        self._ended = False
 
     def _connected(self) -> socket.socket:
         if self._connection is None:
             connection = dial.connect(self._address, _ANSWER_S, self._look)
             tune(connection)
             connection.settimeout(_ANSWER_S)
-            connection.sendall(wire.encode({"type": "hello", "token": self._token}))
             self._connection = connection
+            if self._ended:  # looked at after the connection can be seen: whoever ends it later shuts it
+                raise ConnectionError("it was ended while it was made")
+            connection.sendall(wire.encode({"type": "hello", "token": self._token}))
         return self._connection
 
     def put(
@@ -108,7 +111,8 @@ class Client:
         return frame
 
     def end(self) -> None:
-        """Wake whoever uses it."""
+        """Wake whoever uses it; it is of no use any more."""
+        self._ended = True
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)

@@ -53,7 +53,7 @@ def kept_small(directory: Path) -> dict[int, Left]:
 class Keeper:
     """Serves until it is closed. ``say`` tells the person who watches."""
 
-    def __init__(self, directory: Path, host: str, token: str, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, host: str, token: str, say: Callable[[str], None], port: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         """Where snapshots of other hosts' ranks lie."""
@@ -65,7 +65,7 @@ class Keeper:
         self._shelves: dict[int, Shelf] = {}
         self._open: set[socket.socket] = set()
         self._closed = False
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: Address = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="regrow-keeper", daemon=True)
         self._thread.start()

@@ -1,8 +1,10 @@
 """Snapshots in a host's memory: files in shared memory that outlive the worker, two buffers for each held state.
 
 A buffer is a page with the head, then raw parts, each at its own offset, then the index. The head is wiped before
-anything is written and comes back last, so that a snapshot is whole or not there. One process writes a state's buffers
-at a time: the worker that holds the rank; its replacement reads them before it writes. Nothing is unpickled.
+anything is written and comes back last, so that a snapshot is whole or not there. It says of which step and generation
+the snapshot is, and where the generations up to it went on, so that it can be judged without being mapped. One process
+writes a state's buffers at a time: the worker that holds the rank; its replacement reads them before it writes. Nothing
+is unpickled.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,12 @@ from typing import Any
 import xxhash
 
 from regrow.ids import Step
+from regrow.peer.room import Room, room
 
-_MAGIC = b"RGSNAP01"
-_FACTS = struct.Struct("<8sqQQQ")  # magic, step, where the index begins, its length, its checksum
+_MAGIC = b"RGSNAP02"
+_FACTS = struct.Struct("<8sqqQQQH")  # magic, step, generation; where the index begins, its length, checksum; pairs
+_PAIR = struct.Struct("<qq")  # a generation before it, and the step at which that went on
+_MOST_PAIRS = 200
 _CRC = struct.Struct("<I")
 _PAGE = 4096
 _ALIGN = 64
@@ -56,6 +61,20 @@ class Layout:
         return cls(tuple(sizes), tuple(offsets), at)
 
 
+@dataclass(frozen=True)
+class Head:
+    """What can be told of a snapshot at a glance."""
+
+    step: Step
+    generation: int
+    """In which it was taken."""
+    line: tuple[tuple[int, Step], ...]
+    """The generations up to that one, and the step at which each went on."""
+    index_at: int
+    index_length: int
+    index_checksum: int
+
+
 class Buffer:
     """One snapshot's place."""
 
@@ -65,22 +84,24 @@ class Buffer:
 
     def step(self) -> Step | None:
         """Return the step of the snapshot that lies here whole, as far as its head says."""
-        found = self._head()
-        return None if found is None else Step(found[0])
+        found = self.head()
+        return None if found is None else found.step
 
-    def _head(self) -> tuple[int, int, int, int] | None:
+    def head(self) -> Head | None:
+        """Return what the head of the snapshot that lies here whole says."""
         try:
             with self._path.open("rb") as file:
-                raw = file.read(_FACTS.size + _CRC.size)
+                raw = file.read(_PAGE)
         except FileNotFoundError:
             return None
-        if (
-            len(raw) < _FACTS.size + _CRC.size
-            or zlib.crc32(raw[: _FACTS.size]) != _CRC.unpack_from(raw, _FACTS.size)[0]
-        ):
+        if len(raw) < _FACTS.size:
             return None
-        magic, *found = _FACTS.unpack_from(raw)
-        return tuple(found) if magic == _MAGIC else None
+        magic, step, generation, at, length, expected, pairs = _FACTS.unpack_from(raw)
+        end = _FACTS.size + pairs * _PAIR.size
+        if magic != _MAGIC or end + _CRC.size > len(raw) or zlib.crc32(raw[:end]) != _CRC.unpack_from(raw, end)[0]:
+            return None
+        line = tuple((early, Step(resumed)) for early, resumed in _PAIR.iter_unpack(raw[_FACTS.size : end]))
+        return Head(Step(step), generation, line, at, length, expected)
 
     # writing ---------------------------------------------------------------------------------------------------------
 
@@ -103,8 +124,16 @@ class Buffer:
         self._reserve(layout.end + len(text))
         assert self._map is not None
         self._map[layout.end : layout.end + len(text)] = text
-        facts = _FACTS.pack(_MAGIC, index["step"], layout.end, len(text), xxhash.xxh3_64_intdigest(text))
-        self._map[: _FACTS.size + _CRC.size] = facts + _CRC.pack(zlib.crc32(facts))
+        line = index.get("line", ())
+        if len(line) > _MOST_PAIRS:
+            raise ValueError(f"the head of a snapshot has room for {_MOST_PAIRS} generations, not for {len(line)}")
+        checksum = xxhash.xxh3_64_intdigest(text)
+        generation = index.get("generation", 0)
+        facts = _FACTS.pack(_MAGIC, index["step"], generation, layout.end, len(text), checksum, len(line))
+        facts += b"".join(_PAIR.pack(early, resumed) for early, resumed in line)
+        facts += _CRC.pack(zlib.crc32(facts))
+        self._map[_FACTS.size : len(facts)] = facts[_FACTS.size :]
+        self._map[: _FACTS.size] = facts[: _FACTS.size]
 
     def drop(self) -> None:
         """Let nothing lie here; the memory is kept for the next one."""
@@ -112,7 +141,7 @@ class Buffer:
             return
         self._reserve(_PAGE)
         assert self._map is not None
-        self._map[: _FACTS.size + _CRC.size] = bytes(_FACTS.size + _CRC.size)
+        self._map[: _FACTS.size] = bytes(_FACTS.size)
 
     def _reserve(self, need: int) -> None:
         if self._map is not None and len(self._map) >= need:
@@ -141,15 +170,14 @@ class Buffer:
 
     def read(self, name: str) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the index of the snapshot that lies here, which is checked, and its parts, which are not."""
-        found = self._head()
+        found = self.head()
         if found is None:
             raise Damaged(f"{name} is not whole: its head is missing or damaged")
-        _, at, length, expected = found
         self._reserve(1)
         assert self._map is not None
         memory = memoryview(self._map)
-        text = memory[at : at + length]
-        if len(text) != length or xxhash.xxh3_64_intdigest(text) != expected:
+        text = memory[found.index_at : found.index_at + found.index_length]
+        if len(text) != found.index_length or xxhash.xxh3_64_intdigest(text) != found.index_checksum:
             raise Damaged(f"{name} is damaged: its index does not match its checksum")
         index = json.loads(bytes(text))
         sizes = [size for size, _ in index["parts"]]
@@ -202,17 +230,23 @@ class Shelf:
             return self._buffers[steps.index(step)]
         return self._buffers[min(range(2), key=lambda number: -1 if (s := steps[number]) is None else s)]
 
+    def heads(self) -> list[Head]:
+        """Return what can be told of the snapshots that are there."""
+        return [head for buffer in self._buffers if (head := buffer.head()) is not None]
+
     def drop_after(self, step: Step) -> None:
         """Give up snapshots of later steps: they will be taken again."""
-        for found, buffer in self.whole().items():
-            if found > step:
+        self.drop_unless(lambda head: head.step <= step)
+
+    def drop_unless(self, good: Callable[[Head], bool]) -> None:
+        """Give up snapshots that are of no use any more."""
+        for buffer in self._buffers:
+            if (head := buffer.head()) is not None and not good(head):
                 buffer.drop()
 
-    def room(self) -> int:
-        """Return how many bytes of memory can still be had for snapshots here."""
-        stat = os.statvfs(self._directory)
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return min(stat.f_bavail * stat.f_frsize, int(fields["MemAvailable"].split()[0]) << 10)
+    def room(self) -> Room:
+        """Return how much memory can still be had for snapshots here."""
+        return room(self._directory)
 
     def remove(self) -> None:
         """Delete what is there."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrow.ids import Rank, Step
+from regrow.plan.line import Line
 from regrow.plan.ranges import Indices
 
 
@@ -59,16 +60,20 @@ class Holding:
 
     place: str | None = None
     """For sharded state: a name for the part that this rank holds; ranks of the same name hold the same."""
-    snapshots: tuple[Step, ...] = ()
-    """Steps of which a snapshot of this rank's state lies whole in its host's memory."""
+    snapshots: tuple[tuple[Step, int], ...] = ()
+    """Steps of which a snapshot of this rank's state lies whole in its host's memory, and the generation of each."""
     snapshot_bytes: int = 0
     """Size of the newest of them."""
     node: int = 0
     """The host that this rank is on."""
     refused: tuple[tuple[Step, int], ...] = ()
     """Snapshots of this rank that could not be had from the host that was said to keep them: step and host."""
-    kept: tuple[tuple[Rank, Step], ...] = ()
-    """Snapshots of other hosts' ranks that lie in this host's memory."""
+    kept: tuple[tuple[Rank, Step, int], ...] = ()
+    """Snapshots of other hosts' ranks that lie in this host's memory, and the generation of each."""
+    generation: int = 0
+    """The generation that this rank has last gone on in: its own state is of that one."""
+    line: Line = ()
+    """Where generations went on, as far as this rank, and the snapshots in its host's memory, know."""
 
     @property
     def fresh(self) -> bool:
@@ -99,11 +104,13 @@ class Holding:
             "shares": self.shares,
             "damaged": [list(pair) for pair in self.damaged],
             "place": self.place,
-            "snapshots": list(self.snapshots),
+            "snapshots": [list(pair) for pair in self.snapshots],
             "snapshot_bytes": self.snapshot_bytes,
             "node": self.node,
             "refused": [list(pair) for pair in self.refused],
-            "kept": [list(pair) for pair in self.kept],
+            "kept": [list(one) for one in self.kept],
+            "generation": self.generation,
+            "line": [list(pair) for pair in self.line],
         }
 
     @classmethod
@@ -131,9 +138,11 @@ class Holding:
             shares=value["shares"],
             damaged=tuple((Rank(rank), Step(step)) for rank, step in value["damaged"]),
             place=value["place"],
-            snapshots=tuple(Step(step) for step in value["snapshots"]),
+            snapshots=tuple((Step(step), int(generation)) for step, generation in value["snapshots"]),
             snapshot_bytes=value["snapshot_bytes"],
             node=value["node"],
             refused=tuple((Step(step), int(node)) for step, node in value["refused"]),
-            kept=tuple((Rank(rank), Step(step)) for rank, step in value["kept"]),
+            kept=tuple((Rank(rank), Step(step), int(generation)) for rank, step, generation in value["kept"]),
+            generation=value["generation"],
+            line=tuple((int(generation), Step(step)) for generation, step in value["line"]),
         )

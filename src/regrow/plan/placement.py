@@ -328,8 +328,8 @@ def memory_needed(state_bytes_per_host: float, copies: int) -> float:
     return 2 * copies * state_bytes_per_host
 
 
-def check_memory(state_bytes_per_host: float, copies: int, available_bytes: float) -> None:
-    """Refuse copies that do not fit the memory of a host."""
+def check_memory(state_bytes_per_host: float, copies: int, available_bytes: float, limit: str = "") -> None:
+    """Refuse copies that do not fit the memory of a host; ``limit`` says what leaves no more."""
     needed = memory_needed(state_bytes_per_host, copies)
     if not available_bytes >= 0:
         raise ValueError(f"the memory of a host must be a number of bytes from 0 on, got {available_bytes}")
@@ -337,8 +337,9 @@ def check_memory(state_bytes_per_host: float, copies: int, available_bytes: floa
         return
     fitting = math.floor(available_bytes / (2 * state_bytes_per_host))
     remedy = f"keep at most {_copies(fitting)}, or" if fitting else "not even the host's own fits; keep"
+    there = f"{show_bytes(available_bytes)} is there{f' ({limit})' if limit else ''}"
     raise ValueError(
         f"{_copies(copies)} of {show_bytes(state_bytes_per_host)}, each in two buffers, need "
-        f"{show_bytes(needed)} on each host, but {show_bytes(available_bytes)} is there: {remedy} a state of at "
+        f"{show_bytes(needed)} on each host, but {there}: {remedy} a state of at "
         f"most {show_bytes(available_bytes / (2 * copies))} per host"
     )

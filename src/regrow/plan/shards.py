@@ -2,17 +2,20 @@
 
 Each rank holds a part of the state that may be nowhere else; snapshots of it lie in the memory of its host and of
 others. All ranks go on at one step, the newest at which every one of them can be: since it stands there, or has a
-snapshot of it, or has a replica (HSDP) that stands there.
+snapshot of it, or has a replica (HSDP) that stands there. Only what lies on one line counts (``line``): a host that
+comes back may have snapshots of steps that the others have done again since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from regrow.errors import Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.plan.actions import Action, Copy, Own, Plan, Restore, Settle, name_ranks
 from regrow.plan.holdings import Holding
+from regrow.plan.line import Line, lies_on, merged
 from regrow.plan.planner import check_replicas, check_same_layout
 
 MEMORY_BYTES_S = 5e9
@@ -28,30 +31,55 @@ def plan_shards(holdings: Sequence[Holding]) -> Plan:
     Raises:
         Unrecoverable: some part is held by nobody, and no snapshot of it is left at a step that the others can go to.
     """
-    ranks = sorted(holdings, key=lambda holding: holding.rank)
+    line = merged(holding.line for holding in holdings)
+    told = sorted(holdings, key=lambda holding: holding.rank)
+    ranks = [_useful(holding, line) for holding in told]
+    standing = {holding.rank: holding.step for holding in ranks if _stands(holding, line)}
     places: dict[str, list[Holding]] = {}
     for holding in ranks:
         assert holding.place is not None
         places.setdefault(holding.place, []).append(holding)
     for members in places.values():
         check_same_layout(members)
-        check_replicas([holding for holding in members if not holding.fresh])
+        check_replicas([holding for holding in members if holding.rank in standing])
     elsewhere: dict[Rank, dict[Step, set[int]]] = {}
     for holding in ranks:
-        for rank, step in holding.kept:
+        for rank, step, _ in holding.kept:
             elsewhere.setdefault(rank, {}).setdefault(step, set()).add(holding.node)
-    ways = {holding.rank: _ways(holding, places, elsewhere.get(holding.rank, {})) for holding in ranks}
+    ways = {holding.rank: _ways(holding, places, standing, elsewhere.get(holding.rank, {})) for holding in ranks}
     common = set.intersection(*({*found} for found in ways.values()))
     if not common:
         raise Unrecoverable(_why_none(ranks, ways))
     newest = max(common)
     actions = [action for holding in ranks for action in ways[holding.rank][newest]]
     actions.sort(key=lambda action: isinstance(action, Settle))
-    return Plan(step=newest, reason=_reason(ranks, newest, actions), actions=tuple(actions))
+    reason = _reason(ranks, newest, actions)
+    if ranks != told:
+        reason += "; snapshots of steps that were done again since are passed over"
+    return Plan(step=newest, reason=reason, actions=tuple(actions))
 
 
-def _ways(holding: Holding, places: Places, elsewhere: Mapping[Step, Collection[int]]) -> dict[Step, list[Action]]:
-    """Return the steps at which a rank could go on, each with the cheapest way there. ``elsewhere``: hosts by step."""
+def _useful(holding: Holding, line: Line) -> Holding:
+    """Return what a rank holds without snapshots of a future that was given up."""
+    return replace(
+        holding,
+        snapshots=tuple((step, taken) for step, taken in holding.snapshots if lies_on(line, step, taken)),
+        kept=tuple((rank, step, taken) for rank, step, taken in holding.kept if lies_on(line, step, taken)),
+    )
+
+
+def _stands(holding: Holding, line: Line) -> bool:
+    """Whether a rank's own state is that of its step's start, on the line."""
+    return holding.step is not None and not holding.updated and lies_on(line, holding.step, holding.generation)
+
+
+def _ways(
+    holding: Holding, places: Places, standing: Mapping[Rank, Step | None], elsewhere: Mapping[Step, Collection[int]]
+) -> dict[Step, list[Action]]:
+    """Return the steps at which a rank could go on, each with the cheapest way there.
+
+    ``standing``: who stands at the start of which step. ``elsewhere``: hosts that keep a snapshot, by step.
+    """
     assert holding.place is not None
     costs: dict[Step, tuple[float, list[Action]]] = {}
 
@@ -59,10 +87,10 @@ def _ways(holding: Holding, places: Places, elsewhere: Mapping[Step, Collection[
         if step not in costs or cost < costs[step][0]:
             costs[step] = cost, list(actions)
 
-    rank = holding.rank
-    if holding.step is not None and not holding.updated:
-        offer(holding.step, 0.0, Settle(rank=rank, step=holding.step, own=Own.CAPTURED))
-    found: dict[Step, list[int | None]] = {step: [None] for step in holding.snapshots}
+    rank, here = holding.rank, {step for step, _ in holding.snapshots}
+    if (at := standing.get(rank)) is not None:
+        offer(at, 0.0, Settle(rank=rank, step=at, own=Own.CAPTURED))
+    found: dict[Step, list[int | None]] = {step: [None] for step in sorted(here)}
     for step, nodes in elsewhere.items():
         able = [node for node in nodes if (step, node) not in holding.refused]
         if able:
@@ -72,14 +100,14 @@ def _ways(holding: Holding, places: Places, elsewhere: Mapping[Step, Collection[
         restore = Restore(rank=rank, step=step, node=hosts[0])
         settle = Settle(rank=rank, step=step, own=Own.SNAPSHOT)
         offer(step, holding.snapshot_bytes / (MEMORY_BYTES_S if near else NETWORK_BYTES_S), restore, settle)
-    standing: dict[Step, list[Holding]] = {}
+    replicas: dict[Step, list[Holding]] = {}
     for other in places[holding.place]:
-        if other.rank != rank and other.step is not None and not other.updated:
-            standing.setdefault(other.step, []).append(other)
-    for step, others in standing.items():
+        if other.rank != rank and (step_there := standing.get(other.rank)) is not None:
+            replicas.setdefault(step_there, []).append(other)
+    for step, others in replicas.items():
         if step not in holding.own_steps and holding.step != step:
             continue
-        if not holding.fresh and step in holding.snapshots:
+        if not holding.fresh and step in here:
             continue  # its own has the data's cursor of the step's start, too
         sources = tuple(other.rank for other in others)
         copy = Copy(rank=rank, sources=sources, step=step, params=None, staged=not holding.fresh)

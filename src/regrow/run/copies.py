@@ -1,23 +1,27 @@
 """This rank's snapshots in other hosts' memory: who keeps them, how they get there, and how they are found again.
 
 Each host's agent has a keeper. Which of them keep a host's snapshots follows from the placement, which every rank
-computes from the same list of hosts. A keeper that cannot be reached costs a copy, not the training.
+computes from the same list of hosts. A keeper that cannot be reached costs a copy, not the training, and is tried again
+in the background (``again``).
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow import testing
 from regrow.errors import PeerLost, Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.peer.client import Client, Refused
 from regrow.peer.keeper import Address, Pace, kept, kept_small
-from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom
+from regrow.peer.memory import Buffer, Damaged, Head, Layout, NoRoom
 from regrow.plan.placement import place
+from regrow.run.again import Seeker
 from regrow.slots import Left
 
 Say = Callable[[str], None]
@@ -50,6 +54,8 @@ class Copies:
         self._event = event
         self._addresses: dict[int, Address] = {}
         self._clients: dict[int, Client] = {}
+        self._seeker: Seeker | None = None
+        self._step = Step(0)
         self._generation = 0
         self._severed = False
         self._fetching: Client | None = None
@@ -70,9 +76,9 @@ class Copies:
         """Return what others must know of this host."""
         return {"node": self._host.node, "keeper": list(self._host.keeper)}
 
-    def kept(self) -> list[tuple[int, Step]]:
-        """Return whose snapshots, and of which steps, lie in this host's memory."""
-        return [(rank, step) for rank, shelf in kept(self._host.kept).items() for step in shelf.whole()]
+    def kept(self) -> list[tuple[int, Head]]:
+        """Return whose snapshots lie in this host's memory, and what can be told of them."""
+        return [(rank, head) for rank, shelf in kept(self._host.kept).items() for head in shelf.heads()]
 
     def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
         """All have said where their hosts keep snapshots: from now on they can be fetched."""
@@ -81,6 +87,8 @@ class Copies:
 
     def pause(self) -> None:
         """The generation is over: nobody keeps anything until the next one begins."""
+        if self._seeker is not None:
+            self._seeker.stop()
         clients, self._clients = self._clients, {}
         for client in clients.values():
             client.close()
@@ -90,19 +98,34 @@ class Copies:
         self.pause()
         self._severed = False
         self._generation = generation
+        self._step = step
+        self._seeker = Seeker(self._client, self._greet)
         nodes = sorted(self._addresses)
         placement = place(len(nodes), min(self._host.copies, len(nodes)))
         keepers = placement.keepers[nodes.index(self._host.node)]
         self._clients = {nodes[keeper]: self._client(nodes[keeper]) for keeper in keepers[1:]}
         for node, client in [*self._clients.items()]:
             try:
-                client.drop_after(self._rank, step)
+                self._greet(client)
             except (OSError, Refused, Damaged) as error:
                 self._give_up(node, error)
         return len(self._clients) + 1
 
     def _client(self, node: int) -> Client:
         return Client(self._addresses[node], self._token, self.look)
+
+    def _greet(self, client: Client) -> None:
+        """Let a keeper give up what it has of a future that was given up, before it is sent anything."""
+        client.drop_after(self._rank, self._step)
+
+    def _regain(self) -> None:
+        """Send to those who answer again, from now on."""
+        found = {} if self._seeker is None else self._seeker.reached()
+        for node, client in found.items():
+            self._clients[node] = client
+            number = len(self._clients) + 1
+            self._say(f"host {node} keeps this rank's snapshots again: {number} of {self._host.copies} hosts do")
+            self._event("snapshot_copy_regained", node=node)
 
     def look(self) -> None:
         """Raise ``PeerLost`` if the generation is over, so that nobody waits any longer for a host."""
@@ -111,11 +134,14 @@ class Copies:
 
     def put(self, buffer: Buffer, pace: Pace | None = None) -> None:
         """Return when every keeper that can be reached has the snapshot whole."""
+        self._regain()
         if not self._clients:
             return
         began = time.monotonic()
         index, parts = buffer.read(f"the snapshot of rank {self._rank}")
         layout = Layout.of([len(part) for part in parts])
+        if testing.awaited("snapshot_send", step := Step(index["step"])):
+            pace = _stopping_midway(step)
         for node, client in [*self._clients.items()]:
             try:
                 client.put(self._rank, self._generation, buffer, layout, index, pace)
@@ -127,6 +153,8 @@ class Copies:
 
     def put_small(self, kind: str, step: Step, payload: bytes) -> None:
         """Return when every keeper that can be reached has what this rank leaves of its own."""
+        if kind == "start":  # what comes within a step is of use together with its start only
+            self._regain()
         for node, client in [*self._clients.items()]:
             try:
                 client.put_small(self._rank, self._generation, kind, step, payload)
@@ -155,10 +183,12 @@ class Copies:
         client = self._clients.pop(node)
         client.close()
         self._say(
-            f"host {node} does not keep this rank's snapshots any more ({error}): until the next generation "
+            f"host {node} does not keep this rank's snapshots any more ({error}): until it can be reached again "
             f"{len(self._clients) + 1} of {self._host.copies} hosts do"
         )
         self._event("snapshot_copy_lost", node=node, why=str(error))
+        if self._seeker is not None:
+            self._seeker.seek(node)
 
     def fetch(self, step: Step, node: int, into: Buffer) -> None:
         """Bring this rank's snapshot from a host that keeps it to this one; ``Damaged`` if it cannot be had."""
@@ -178,13 +208,27 @@ class Copies:
     def sever(self) -> None:
         """Wake whoever sends or fetches."""
         self._severed = True
+        if self._seeker is not None:
+            self._seeker.stop()
         for client in [*self._clients.values(), *([] if self._fetching is None else [self._fetching])]:
             client.end()
 
     def close(self) -> None:
         """Let go of all connections."""
-        for client in self._clients.values():
-            client.close()
+        self.pause()
+
+
+def _stopping_midway(step: Step) -> Pace:
+    """Return a pace at which half is sent before a fault strikes that is due there."""
+    whole: list[int] = []
+
+    def pace(_: socket.socket, left: int) -> int:
+        whole.append(left)
+        if len(whole) > 1:
+            testing.point("snapshot_send", step)
+        return left if len(whole) > 1 else -(-left // 2)
+
+    return pace
 
 
 def _address(value: Sequence[Any]) -> Address:

@@ -170,10 +170,10 @@ class Healer:
         envelopes = self._exchange(holding)
         holdings = [Holding.from_json(envelope["holding"]) for envelope in envelopes]
         if self._snapshots is not None:
-            self._snapshots.heard(envelopes)
+            self._snapshots.heard(holdings, envelopes)
         if self._mirror is not None:
             holdings = self._mirror.heard(holdings, envelopes)
-        plan = make_plan(holdings)
+        plan = self._plan(holdings, generation)
         if self._mirror is not None and self.step is None:
             self._left = self._mirror.fetch(self._rank) or self._left
         self._layouts = _layouts(plan, holdings, envelopes, self._rank)
@@ -186,10 +186,21 @@ class Healer:
         if self._mirror is not None:
             self._mirror.resume(generation, plan.position(self._rank))
         dist.barrier()
-        if self._rank == min(holding.rank for holding in holdings if not holding.fresh):
+        if self._rank == _speaker(holdings):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
         self._link.send({"type": "resumed", "generation": generation, "step": self.step})
         self._event("resumed", generation=generation, step=self.step)
+
+    def _plan(self, holdings: list[Holding], generation: Generation) -> Plan:
+        """Return the plan. If nobody lives and there is none, all start from the beginning: that ends this process."""
+        try:
+            return make_plan(holdings)
+        except Unrecoverable as error:
+            if not all(holding.fresh for holding in holdings):
+                raise
+            self._link.send({"type": "forgotten", "generation": generation, "why": str(error)})
+            self._link.wait_for(lambda world: False, timeout_s=self._link.world.setup_deadline_s)
+            raise
 
     def _meet(self, generation: Generation) -> None:
         """Wait until every rank is there, a replacement through its set-up, before anyone connects to anyone.
@@ -252,8 +263,7 @@ class Healer:
         )
 
     def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
-        speaker = min(holding.rank for holding in holdings if not holding.fresh)
-        if self._rank != speaker:
+        if self._rank != _speaker(holdings):
             return
         lines = plan.lines()
         self._event("plan", generation=generation, lines=lines, reason=plan.reason, step=plan.step)
@@ -347,6 +357,11 @@ class Healer:
 
     def _event(self, name: str, **fields: Any) -> None:
         self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
+
+
+def _speaker(holdings: list[Holding]) -> Rank:
+    """Return the rank that says what is to be said once: a survivor, if there is any."""
+    return min(holdings, key=lambda holding: (holding.fresh, holding.rank)).rank
 
 
 def _layouts(plan: Plan, holdings: list[Holding], envelopes: list[dict[str, Any]], rank: Rank) -> list[Any]:

@@ -181,6 +181,7 @@ class ProtectedRun(Run):
                 Rank(self.rank),
                 self.world_size,
                 shelf=self._shelf,
+                slots=self._slots,
                 courier=courier,
                 copies=copies,
                 registry=self._registry,
@@ -248,7 +249,8 @@ class ProtectedRun(Run):
                 self._snapshots.first(self._fabric.generation, healer.small_part(), roles)
             size = sum(param.tensor.nbytes for param in self._registry.params)
             self._link.on_generation = self._sever
-            self._link.send({"type": "setup_done", "step": 0, "param_bytes": size}, self._fabric.seal())
+            done = {"type": "setup_done", "step": 0, "param_bytes": size, "kept": self._snapshots is not None}
+            self._link.send(done, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
         return healer
 

@@ -23,11 +23,14 @@ from regrow.errors import PeerLost
 from regrow.ids import Rank, Step
 from regrow.peer import memory
 from regrow.peer.memory import Layout, Shelf
+from regrow.plan import Holding
+from regrow.plan.line import BEFORE_ALL, Line, extended, lies_on, merged
 from regrow.plan.placement import check_memory
 from regrow.run import gate
 from regrow.run.copies import Copies
 from regrow.run.pacing import Pacer
 from regrow.run.roles import Roles
+from regrow.slots import Slots
 from regrow.state import image, shards
 from regrow.state.registry import Registry
 
@@ -66,6 +69,7 @@ class Snapshots:
         world: int,
         *,
         shelf: Shelf,
+        slots: Slots,
         courier: Courier,
         copies: Copies | None,
         registry: Registry,
@@ -87,6 +91,7 @@ class Snapshots:
         self._rank = rank
         self._world = world
         self._shelf = shelf
+        self._slots = slots
         self._courier = courier
         self._copies = copies
         self._registry = registry
@@ -96,6 +101,7 @@ class Snapshots:
         self._task: _Task | None = None
         self._before: _Task | None = None
         self._generation = 0
+        self._line: Line = ()
         self._bad: set[Step] = set()
         self._refused: set[tuple[Step, int]] = set()
         """Snapshots that another host has, or should have, and that cannot be had from there."""
@@ -110,13 +116,17 @@ class Snapshots:
 
     def holding(self) -> dict[str, Any]:
         """Return what others must know of this rank's snapshots to make a plan."""
-        whole = sorted(step for step in self._shelf.whole() if step not in self._bad)
+        heads = [head for head in self._shelf.heads() if head.step not in self._bad]
+        kept = [] if self._copies is None else self._copies.kept()
         return {
             "place": self._registry.place(),
-            "snapshots": tuple(whole),
+            "snapshots": tuple(sorted((head.step, head.generation) for head in heads)),
             "snapshot_bytes": self._bytes or self._registry.state_bytes(),
             "refused": tuple(sorted(self._refused)),
-            **({} if self._copies is None else {"node": self._copies.node, "kept": tuple(self._copies.kept())}),
+            "node": 0 if self._copies is None else self._copies.node,
+            "kept": tuple((rank, head.step, head.generation) for rank, head in kept),
+            "generation": self._generation,
+            "line": merged([self._line, *(head.line for head in heads), *(head.line for _, head in kept)]),
         }
 
     def envelope(self) -> dict[str, Any]:
@@ -126,8 +136,11 @@ class Snapshots:
             **({} if self._copies is None else self._copies.envelope()),
         }
 
-    def heard(self, envelopes: Sequence[dict[str, Any]]) -> None:
+    def heard(self, holdings: Sequence[Holding], envelopes: Sequence[dict[str, Any]]) -> None:
         """All have said what they hold, and where: a snapshot may have to be had from another host."""
+        self._line = merged(holding.line for holding in holdings)
+        if holdings[self._rank].fresh:  # what it will be given lies on that line
+            self._generation = max((generation for generation, _ in self._line), default=0)
         if self._copies is not None:
             self._copies.heard(envelopes)
 
@@ -179,7 +192,9 @@ class Snapshots:
         self._agreed = 1  # a replacement knows nothing of what was agreed
         if self._pacer is not None:
             self._pacer.resume()
-        self._shelf.drop_after(step)
+        self._line = extended(self._line, generation, step)
+        self._shelf.drop_unless(lambda head: lies_on(self._line, head.step, head.generation))
+        self._slots.drop_after(step)
         self._courier.resume(generation, [_address(envelope["snapshots"]) for envelope in envelopes])
         if self._copies is not None:
             self._copies.resume(generation, step)
@@ -208,12 +223,14 @@ class Snapshots:
     def first(self, generation: int, small: image.Small, roles: Roles) -> None:
         """Take the first one, before anyone hears that the set-up is done: from then on it may be needed."""
         self._generation = generation
+        self._line = extended((), generation, BEFORE_ALL)
         self._shelf.remove()  # a run that starts again from its beginning finds what it left
         keepers = 1
         if self._copies is not None:
             self._copies.heard(roles.hosts)
             keepers = self._copies.resume(generation, Step(-1))  # an earlier beginning may have left its own
-        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, self._shelf.room())
+        room = self._shelf.room()
+        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, room.bytes, room.limit)
         self._courier.resume(generation, roles.addresses)
         self._copy(_Task(Step(0), generation, small))
         if self._copies is not None:
@@ -299,6 +316,7 @@ class Snapshots:
     def _copy(self, task: _Task) -> None:
         began = time.monotonic()
         index, tensors = image.take(self._registry, task.step, task.small)
+        index |= {"generation": task.generation, "line": self._line}
         small = [memoryview(task.small.own), memoryview(task.small.shared)]
         layout = Layout.of([*(len(part) for part in small), *(tensor.nbytes for tensor in tensors)])
         buffer = self._shelf.next(task.step)
