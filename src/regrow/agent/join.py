@@ -23,6 +23,7 @@ from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
 from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
 from regrow.agent.tenure import Tenure
+from regrow.agent.voice import say
 
 _RETRY_S = 0.2
 
@@ -53,7 +54,7 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
                 departed(session)
                 memory.forget(f"{HOSTS}{node}")
 
-        server = StoreServer(memory, options.token, ended)
+        server = StoreServer(memory, options.token, ended, say)
         try:
             host_addr = options.host_addr or await _resolve(host)
             session = await _own(options, memory, host_addr)  # before anybody else can take its place

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from regrow.agent.store import Change, Entry, Lease, LeaseLost, MemoryStore, StoreLost
-from regrow.wire import Frame, encode, read_frame
-
-_HELLO_DEADLINE_S = 10.0
-
-
-def token_matches(offered: object, token: str) -> bool:
-    """Compare a secret in constant time."""
-    return isinstance(offered, str) and hmac.compare_digest(offered.encode(), token.encode())
+from regrow.door import CROWDED, HELLO_S, NO_TOKEN, Refusals, Unknown, reason, token_matches
+from regrow.wire import Frame, encode, read_frame, read_hello
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
@@ -40,12 +33,23 @@ class StoreServer:
     otherwise says nothing: the node may be cut off, and its lease decides.
     """
 
-    def __init__(self, store: MemoryStore, token: str, on_ended: Callable[[int, str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        token: str,
+        on_ended: Callable[[int, str], Awaitable[None]],
+        say: Callable[[str], None],
+    ) -> None:
+        """``say`` tells of those who were sent away."""
         self._store = store
         self._token = token
         self._on_ended = on_ended
+        self._refusals = Refusals("the store", say)
+        self._unknown: Unknown[asyncio.StreamWriter] = Unknown()
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
+        self._peers: set[asyncio.Task[None]] = set()
+        """Those of the clients that have said who they are."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port. ``OSError`` if the address cannot be bound."""
@@ -54,8 +58,8 @@ class StoreServer:
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until the clients have gone: they still have to learn how the run ended."""
-        if self._clients:
-            await asyncio.wait(set(self._clients), timeout=timeout_s)
+        if self._peers:
+            await asyncio.wait(set(self._peers), timeout=timeout_s)
 
     async def close(self) -> None:
         """Stop listening and drop the clients."""
@@ -69,15 +73,14 @@ class StoreServer:
         task = asyncio.current_task()
         assert task is not None
         self._clients.add(task)
-        keep_alive(writer)
         watches: dict[int, asyncio.Task[None]] = {}
         joined: tuple[int, str] | None = None
         ended = False
         try:
-            hello = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
-            if hello["type"] != "hello" or not token_matches(hello.get("token"), self._token):
-                writer.write(encode({"type": "refused", "error": "the token is not this run's"}))
+            keep_alive(writer)
+            if not await self._is_peer(reader, writer):
                 return
+            self._peers.add(task)
             writer.write(encode({"type": "welcome"}))
             while True:
                 frame = await read_frame(reader)
@@ -101,11 +104,29 @@ class StoreServer:
             pass  # whatever a client does wrong or however it goes, its connection ends and that is all
         finally:
             self._clients.discard(task)
+            self._peers.discard(task)
             for feed in watches.values():
                 feed.cancel()
             writer.close()
             if joined is not None and ended:
                 await self._on_ended(*joined)
+
+    async def _is_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Let a connection say who it is; tell of one that is none of this run's."""
+        crowded, why = self._unknown.enter(writer), NO_TOKEN
+        if crowded is not None:
+            crowded.transport.abort()
+        try:
+            hello = await asyncio.wait_for(read_hello(reader), HELLO_S)
+            if hello["type"] == "hello" and token_matches(hello.get("token"), self._token):
+                return True
+            writer.write(encode({"type": "refused", "error": "the token is not this run's"}))
+        except (OSError, EOFError) as error:
+            why = reason(error)
+        finally:
+            waited_for = self._unknown.leave(writer)
+        self._refusals.tell(writer.get_extra_info("peername"), why if waited_for else CROWDED)
+        return False
 
     async def _answer(self, frame: Frame) -> bytes:
         head, blob = frame
@@ -184,7 +205,7 @@ class TcpStore:
         try:
             keep_alive(writer)
             writer.write(encode({"type": "hello", "role": "agent", "token": token}))
-            answer = await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)
+            answer = await asyncio.wait_for(read_frame(reader), HELLO_S)
         except EOFError:
             writer.close()
             raise ConnectionError("it closed the connection at once") from None
