@@ -103,7 +103,14 @@ def ask_where_they_stand(log_dir: Path) -> None:
             time.sleep(0.2)
 
 
-def run_hosts(*args: str, hosts: int, standbys: int = 0, flags: tuple[str, ...] = (), **more) -> list[Job]:
+def run_hosts(
+    *args: str,
+    hosts: int,
+    standbys: int = 0,
+    flags: tuple[str, ...] = (),
+    racks: tuple[str, ...] = (),
+    **more,
+) -> list[Job]:
     """Run one job on several hosts: agents of this machine, each with an address of its own. Standbys come last."""
     port = free_port()
     jobs: dict[int, Job] = {}
@@ -112,6 +119,7 @@ def run_hosts(*args: str, hosts: int, standbys: int = 0, flags: tuple[str, ...] 
         own = ("--nnodes", str(hosts), "--rdzv-endpoint", f"127.0.0.1:{port}")
         own += ("--node-rank", str(number)) if number < hosts else ("--standby",)
         own += ("--host-addr", f"127.0.0.{number + 1}")
+        own += ("--snapshot-domain", racks[number]) if racks else ()
         jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret"}, **more)
 
     threads = [

@@ -42,6 +42,11 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="surrogatepass")  # half a character, from a stranger or from the environment
 
 
+def proof(token: str, of: str) -> str:
+    """Return what shows that whoever wrote it knows the token, and does not give the token away."""
+    return hmac.new(_bytes(token), _bytes(of), "sha256").hexdigest()
+
+
 def reason(error: BaseException) -> str:
     """Return what a stranger did wrong, in words; nothing of what it has sent is repeated."""
     if isinstance(error, TimeoutError):

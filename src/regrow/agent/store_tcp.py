@@ -51,8 +51,8 @@ class StoreServer:
         self._peers: set[asyncio.Task[None]] = set()
         """Those of the clients that have said who they are."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; return the port. ``OSError`` if the address cannot be bound."""
+    async def start(self, host: str | list[str], port: int) -> int:
+        """Listen, at one or several addresses; return the port. ``OSError`` if the address cannot be bound."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -34,6 +34,8 @@ class Host:
     """Where it keeps other hosts' snapshots; they can be read from here by any process of the host."""
     copies: int
     """How many hosts are to keep each snapshot, this one included."""
+    domain: str | None = None
+    """What this host fails together with, such as its rack; ``None``: it fails by itself."""
 
 
 class Copies:
@@ -49,6 +51,8 @@ class Copies:
         self._say = say
         self._event = event
         self._addresses: dict[int, Address] = {}
+        self._domains: dict[int, str] = {}
+        self._warned = ""
         self._clients: dict[int, Client] = {}
         self._generation = 0
         self._severed = False
@@ -63,7 +67,7 @@ class Copies:
 
     def envelope(self) -> dict[str, Any]:
         """Return what others must know of this host."""
-        return {"node": self._host.node, "keeper": list(self._host.keeper)}
+        return {"node": self._host.node, "keeper": list(self._host.keeper), "domain": self._host.domain}
 
     def kept(self) -> list[tuple[int, Step]]:
         """Return whose snapshots, and of which steps, lie in this host's memory."""
@@ -73,6 +77,7 @@ class Copies:
         """All have said where their hosts keep snapshots: from now on they can be fetched."""
         self._severed = False
         self._addresses = {envelope["node"]: _address(envelope["keeper"]) for envelope in envelopes}
+        self._domains = {envelope["node"]: _domain(envelope) for envelope in envelopes}
 
     def pause(self) -> None:
         """The generation is over: nobody keeps anything until the next one begins."""
@@ -85,16 +90,26 @@ class Copies:
         self.pause()
         self._severed = False
         self._generation = generation
-        nodes = sorted(self._addresses)
-        placement = place(len(nodes), min(self._host.copies, len(nodes)))
-        keepers = placement.keepers[nodes.index(self._host.node)]
-        self._clients = {nodes[keeper]: self._client(nodes[keeper]) for keeper in keepers[1:]}
+        self._clients = {node: self._client(node) for node in self._keepers()}
         for node, client in [*self._clients.items()]:
             try:
                 client.drop_after(self._rank, step)
             except (OSError, Refused, Damaged) as error:
                 self._give_up(node, error)
         return len(self._clients) + 1
+
+    def _keepers(self) -> list[int]:
+        """Return the other hosts that are to keep this host's snapshots: in other racks, where that can be."""
+        nodes = sorted(self._addresses)
+        domains = [self._domains[node] for node in nodes]
+        placement = place(len(nodes), min(self._host.copies, len(nodes)), domains)
+        keepers = [nodes[keeper] for keeper in placement.keepers[nodes.index(self._host.node)][1:]]
+        warning = placement.warnings[0] if placement.warnings else ""
+        if self._rank == 0 and warning not in ("", self._warned):  # one for all
+            self._say(f"snapshots: {warning}")
+        self._warned = warning
+        self._event("snapshot_keepers", keepers=keepers, domain=self._domains[self._host.node])
+        return keepers
 
     def _client(self, node: int) -> Client:
         return Client(self._addresses[node], self._token, self._look)
@@ -179,6 +194,11 @@ class Copies:
         """Let go of all connections."""
         for client in self._clients.values():
             client.close()
+
+
+def _domain(envelope: dict[str, Any]) -> str:
+    name = envelope["domain"]
+    return f"host {envelope['node']} alone" if name is None else str(name)
 
 
 def _address(value: Sequence[Any]) -> Address:

@@ -32,6 +32,8 @@ class Environment:
     """Where this host's agent keeps other hosts' snapshots: address, and directory; ``None``: there is one host."""
     snapshot_copies: int
     """How many hosts keep each snapshot, the rank's own included."""
+    snapshot_domain: str | None
+    """What this host fails together with; ``None``: it fails by itself."""
     node: int
     ranks_here: int
     """How many ranks this host has."""
@@ -56,6 +58,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         replay_helpers=None if helpers == "auto" else int(helpers),
         keeper=_keeper(environ.get("REGROW_KEEPER")),
         snapshot_copies=int(environ.get("REGROW_SNAPSHOT_COPIES", "1")),
+        snapshot_domain=environ.get("REGROW_SNAPSHOT_DOMAIN"),
         node=int(environ.get("GROUP_RANK", "0")),
         ranks_here=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
