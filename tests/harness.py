@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def run_job(
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
     log_dir: Path | None = None,
+    on: Callable[..., list[str]] = lambda *command: [*command],
 ) -> Job:
     """Run a job to its end; everything it started is gone afterwards, also when it is late."""
     log_dir = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="regrow-test-log-"))
@@ -75,7 +77,7 @@ def run_job(
         "--log-dir", str(log_dir), *flags, str(script), *script_args, "--out", str(out),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        on(*command), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -109,10 +111,12 @@ def run_hosts(
     standbys: int = 0,
     flags: tuple[str, ...] = (),
     racks: tuple[str, ...] = (),
+    port: int | None = None,
+    env: dict[str, str] | None = None,
     **more,
 ) -> list[Job]:
     """Run one job on several hosts: agents of this machine, each with an address of its own. Standbys come last."""
-    port = free_port()
+    port = free_port() if port is None else port
     jobs: dict[int, Job] = {}
 
     def host(number: int) -> None:
@@ -120,7 +124,7 @@ def run_hosts(
         own += ("--node-rank", str(number)) if number < hosts else ("--standby",)
         own += ("--host-addr", f"127.0.0.{number + 1}")
         own += ("--snapshot-domain", racks[number]) if racks else ()
-        jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret"}, **more)
+        jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret", **(env or {})}, **more)
 
     threads = [
         threading.Thread(target=host, args=(number,), name=f"host-{number}") for number in range(hosts + standbys)

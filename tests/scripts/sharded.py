@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import regrow
-from host import lose_host
+from host import linger, lose_host
 from regrow import state_digest
 
 
@@ -102,6 +102,7 @@ def main() -> None:
     losses = {}
     for step in run.steps(args.steps):
         with step:
+            linger(step.index, args.steps - 1)
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
             if [run.rank, step.index] in args.lose_host and run.generation == 0:
