@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def run_job(
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
     log_dir: Path | None = None,
+    on: Callable[..., list[str]] = lambda *command: [*command],
 ) -> Job:
     """Run a job to its end; everything it started is gone afterwards, also when it is late."""
     log_dir = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="regrow-test-log-"))
@@ -75,7 +77,7 @@ def run_job(
         "--log-dir", str(log_dir), *flags, str(script), *script_args, "--out", str(out),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        on(*command), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -103,16 +105,26 @@ def ask_where_they_stand(log_dir: Path) -> None:
             time.sleep(0.2)
 
 
-def run_hosts(*args: str, hosts: int, standbys: int = 0, flags: tuple[str, ...] = (), **more) -> list[Job]:
+def run_hosts(
+    *args: str,
+    hosts: int,
+    standbys: int = 0,
+    flags: tuple[str, ...] = (),
+    racks: tuple[str, ...] = (),
+    port: int | None = None,
+    env: dict[str, str] | None = None,
+    **more,
+) -> list[Job]:
     """Run one job on several hosts: agents of this machine, each with an address of its own. Standbys come last."""
-    port = free_port()
+    port = free_port() if port is None else port
     jobs: dict[int, Job] = {}
 
     def host(number: int) -> None:
         own = ("--nnodes", str(hosts), "--rdzv-endpoint", f"127.0.0.1:{port}")
         own += ("--node-rank", str(number)) if number < hosts else ("--standby",)
         own += ("--host-addr", f"127.0.0.{number + 1}")
-        jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret"}, **more)
+        own += ("--snapshot-domain", racks[number]) if racks else ()
+        jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret", **(env or {})}, **more)
 
     threads = [
         threading.Thread(target=host, args=(number,), name=f"host-{number}") for number in range(hosts + standbys)

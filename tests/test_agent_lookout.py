@@ -46,7 +46,7 @@ class Process:
 
     @staticmethod
     async def _live(writing):
-        os.write(writing, b"%d" % await Presence(TOKEN).start("127.0.0.1"))
+        os.write(writing, b"%d" % await Presence(TOKEN, lambda text: None).start("127.0.0.1"))
         await asyncio.sleep(60)
 
     async def welcomed(self, count):
@@ -116,7 +116,7 @@ def test_who_was_never_spoken_to_is_not_judged(process):
 @pytest.mark.parametrize("how", ["closed", "closed, and no answer", "reset, and refused"])
 def test_a_connection_that_ends_proves_nothing_alone(how):
     async def check():
-        there, count, answers = Presence(TOKEN), 0, asyncio.Event()
+        there, count, answers = Presence(TOKEN, lambda text: None), 0, asyncio.Event()
 
         async def accept(reader, writer):
             nonlocal count

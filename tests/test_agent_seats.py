@@ -186,3 +186,29 @@ def test_a_run_that_has_begun_meanwhile_is_not_cleared_away():
         assert await store.get(WORLD_KEY) is not None
 
     run(check)
+
+
+def test_a_host_with_another_token_takes_no_place_and_ends():
+    async def check(store):
+        first = [Host(store, node_rank=node) for node in range(2)]
+        await asyncio.gather(*(host.joining for host in first))
+        with pytest.raises(StartError, match="this node cannot join: its token is not this run's"):
+            await Host(store, token="another", standby=True).joining
+        assert sorted(await store.keys(HOSTS)) == [f"{HOSTS}0", f"{HOSTS}1"]
+        for host in first:
+            await host.die()
+
+    run(check)
+
+
+def test_a_run_does_not_begin_with_two_tokens():
+    async def check(store):
+        hosts = [Host(store, node_rank=0), Host(store, node_rank=1, token="another")]
+        ends = await asyncio.gather(*(host.joining for host in hosts), return_exceptions=True)
+        assert all(
+            isinstance(end, StartError) and "was started with another token than node" in str(end) for end in ends
+        )
+        for host in hosts:
+            await host.die()
+
+    run(check)

@@ -66,7 +66,7 @@ async def memory():
 @contextlib.asynccontextmanager
 async def tcp():
     clock = ManualClock()
-    server = StoreServer(MemoryStore(clock), TOKEN, nothing)
+    server = StoreServer(MemoryStore(clock), TOKEN, nothing, print)
     port = await server.start("127.0.0.1", 0)
     store = await TcpStore.connect("127.0.0.1", port, TOKEN)
     try:
@@ -258,7 +258,7 @@ def test_leases_run_by_the_loops_clock():
 
 def test_lost_connection_wakes_everyone():
     async def check():
-        server = StoreServer(MemoryStore(), TOKEN, nothing)
+        server = StoreServer(MemoryStore(), TOKEN, nothing, print)
         port = await server.start("127.0.0.1", 0)
         store = await TcpStore.connect("127.0.0.1", port, TOKEN)
         await store.put("a", b"")
@@ -285,7 +285,7 @@ def test_only_a_connection_that_was_closed_tells_of_the_end_of_its_node():
         async def ended(node, session):
             gone.append((node, session))
 
-        server = StoreServer(MemoryStore(), TOKEN, ended)
+        server = StoreServer(MemoryStore(), TOKEN, ended, print)
         port = await server.start("127.0.0.1", 0)
         stores = [await TcpStore.connect("127.0.0.1", port, TOKEN) for _ in range(3)]
         for node, store in enumerate(stores):
@@ -308,7 +308,7 @@ def test_only_a_connection_that_was_closed_tells_of_the_end_of_its_node():
 
 def test_wrong_token_is_refused():
     async def check():
-        server = StoreServer(MemoryStore(), TOKEN, nothing)
+        server = StoreServer(MemoryStore(), TOKEN, nothing, print)
         port = await server.start("127.0.0.1", 0)
         with pytest.raises(PermissionError):
             await TcpStore.connect("127.0.0.1", port, "guess")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regrow import cli
-from regrow.agent import flags
+from regrow.agent import flags, interfaces
 
 SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
 
@@ -45,7 +45,24 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
         (["--rdzv-id", "a/b", SCRIPT], "--rdzv-id may hold"),
         (["--redirects", "9", SCRIPT], "--redirects"),
         (["--local-ranks-filter", "a", SCRIPT], "--local-ranks-filter must be a list"),
-        (["--interface", "nope0", SCRIPT], "--interface nope0 has no IPv4 address"),
+        (
+            ["--interface", "nope0", SCRIPT],
+            "there is no such interface, this host has lo (127.0.0.1",
+        ),
+        (["--host-addr", "192.0.2.77", SCRIPT], "--host-addr 192.0.2.77 is not an address of this host"),
+        (
+            ["--local-addr", "192.0.2.77", SCRIPT],
+            "--local-addr 192.0.2.77 is not an address of this host",
+        ),
+        (["--host-addr", "no such name", SCRIPT], "--host-addr no such name is not an address"),
+        (
+            ["--host-addr", "0.0.0.0", SCRIPT],
+            "would be all of this host's addresses: name one of lo",
+        ),
+        (["--host-addr", "127.0.0.1", "--local-addr", "127.0.0.2", SCRIPT], "contradict each other: give one"),
+        (["--nnodes", "2", "--rdzv-endpoint", "0.0.0.0:5", SCRIPT], "--rdzv-endpoint 0.0.0.0 would be all addresses"),
+        (["--snapshot-domain", "a\nb", SCRIPT], "--snapshot-domain must be a name"),
+        (["--snapshot-domain", "", SCRIPT], "--snapshot-domain must be a name"),
         (["--token-file", "/no/such/file", SCRIPT], "No such file"),
         (["--run-path", SCRIPT], "--run-path is not supported"),
         (["--virtual-local-rank", SCRIPT], "--virtual-local-rank is not supported"),
@@ -119,10 +136,45 @@ def test_several_nodes(tmp_path, monkeypatch):
     assert parse(tmp_path, "--nnodes=2", "--rdzv-endpoint=host", SCRIPT).endpoint == ("host", 29400)
     assert parse(tmp_path, "--nnodes=2", "--rdzv-endpoint=[::1]:5", SCRIPT).endpoint == ("::1", 5)
     assert parse(tmp_path, "--nnodes=2", "--master-addr=m", SCRIPT).endpoint == ("m", 29500)
+
+
+def test_a_token_file_is_for_its_owner(tmp_path, capsys):
     secret = tmp_path / "token"
     secret.write_text("from a file\n")
+    secret.chmod(0o640)
     assert parse(tmp_path, f"--token-file={secret}", SCRIPT).token == "from a file"
+    warning = f"regrow run: warning: --token-file {secret} can be read by other users: chmod 600 it\n"
+    assert capsys.readouterr().err == warning
+    secret.chmod(0o600)
+    assert parse(tmp_path, f"--token-file={secret}", SCRIPT).token == "from a file"
+    assert capsys.readouterr().err == ""
+
+
+def test_one_address_for_all(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert parse(tmp_path, SCRIPT).host_addr is None
     assert parse(tmp_path, "--interface=lo", SCRIPT).host_addr == "127.0.0.1"
+    assert parse(tmp_path, "--local-addr=localhost", SCRIPT).host_addr in ("127.0.0.1", "::1")
+    assert parse(tmp_path, "--interface=lo", "--host-addr=127.0.0.9", SCRIPT).host_addr == "127.0.0.9"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert parse(tmp_path, SCRIPT).host_addr == "127.0.0.1"
+    assert parse(tmp_path, "--host-addr=127.0.0.9", SCRIPT).host_addr == "127.0.0.9"
+
+
+def test_interfaces():
+    there = {"lo": ("127.0.0.1", "::1"), "down0": (), "eth0": ("10.9.9.9", "fd00::9")}
+    assert interfaces.addresses()["lo"][0] == "127.0.0.1"
+    assert interfaces.choose(there, interface="eth0") == "10.9.9.9"
+    assert interfaces.choose({"six": ("fd00::9",)}, interface="six") == "fd00::9"
+    assert interfaces.choose(there, interface="lo", gloo_interfaces="eth0") == "127.0.0.1"
+    listed = r"lo \(127.0.0.1, ::1\), down0 \(no address\), eth0 \(10.9.9.9, fd00::9\)"
+    with pytest.raises(ValueError, match=f"--interface down0 has no address, this host has {listed}"):
+        interfaces.choose(there, interface="down0")
+    with pytest.raises(ValueError, match=f"GLOO_SOCKET_IFNAME nope: there is no such .*{listed}"):
+        interfaces.choose(there, gloo_interfaces="nope")
+    with pytest.raises(ValueError, match=r"127.0.0.1 and --interface eth0 contradict .* 10.9.9.9, fd00::9"):
+        interfaces.choose(there, interface="eth0", host_addr="127.0.0.1")
+    assert interfaces.outside(["127.0.0.1", "10.9.9.9", "10.9.9.8"], "10.9.9.9") == ["10.9.9.8"]
 
 
 def test_store(tmp_path):

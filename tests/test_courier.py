@@ -23,7 +23,7 @@ LONG = timedelta(seconds=60)
 
 @pytest.fixture
 def pair():
-    couriers = [Courier(rank, "127.0.0.1", "secret") for rank in range(2)]
+    couriers = [Courier(rank, "127.0.0.1", "secret", print) for rank in range(2)]
     resume(couriers, 1)
     yield couriers
     for courier in couriers:
@@ -176,7 +176,7 @@ def test_the_end_of_a_generation_wakes_who_connects_to_a_host_that_is_gone(pair,
     until(a._connecting.locked)
     a.sever(below=3)
     assert isinstance(error(), PeerLost) and "generation 2 ended" in str(error())
-    assert a.sockets() == [a._listener]
+    assert a.sockets() == [a._door.listener]
 
 
 def test_the_end_of_a_generation_is_not_blamed_on_the_rank_that_was_sent_to(pair):
@@ -284,7 +284,7 @@ def test_a_forked_child_keeps_no_connection_open(pair):
 
 def test_closing_ends_all_threads():
     before = set(threading.enumerate())
-    pair = [Courier(rank, "127.0.0.1", "secret") for rank in range(2)]
+    pair = [Courier(rank, "127.0.0.1", "secret", print) for rank in range(2)]
     resume(pair, 1)
     send(pair[0], 1, "x", torch.ones(8 << 20))  # more than the kernel takes: a thread writes the rest
     for courier in pair:

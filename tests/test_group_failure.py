@@ -6,6 +6,7 @@ import atexit
 import os
 import random
 import signal
+import socket
 import time
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from regrow.ddp import Buckets
 from regrow.errors import PeerLost, SetupDiverged, Superseded
 from regrow.group import Mode
 from regrow.group.meeting import MeetingStore
+from regrow.group.sockets import parse_listener
 from test_group_world import WAIT_S, world  # noqa: F401 (a fixture)
 
 SIZE = 3
@@ -312,6 +314,10 @@ def test_nothing_of_an_older_generation_is_taken(world):  # noqa: F811
         worker.hear("formed")
     for rank in range(SIZE):  # as if the kernel had given the old ports to the new listeners
         world.server.set(f"gen1/0/0/{rank}", world.server.get(f"gen2/0/0/{rank}"))
+    for rank in range(SIZE):  # whose group is formed: nobody else finds its port any more
+        with socket.socket() as stranger, pytest.raises(TimeoutError):
+            stranger.settimeout(0.3)
+            stranger.connect(parse_listener(world.server.get(f"gen2/0/0/{rank}")))
     world.start(_stranger, VICTIM, SIZE).finish()
     for worker in workers:
         worker.tell("stranger came")

@@ -125,7 +125,7 @@ def test_a_spilled_segment_that_is_gone_is_not_asked_for_again(journal, tmp_path
         write(journal, step, torch.randn(10_000))
     for path in (tmp_path / "spill").iterdir():
         path.unlink()
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     fetcher = Fetcher(0, server.address, "secret", me=1)
     try:
         with pytest.raises(Damaged, match="any more"):
@@ -258,7 +258,7 @@ def test_channels_within_a_domain_are_kept_for_a_moment(journal):
     journal.drop_channels(0, lambda channel: channel.peer == 2)
     assert len(read(journal, 0, 1)) == 1 and read(journal, 0, 2) == []
     assert journal.kept_from == 0
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     near = Fetcher(0, server.address, "secret", me=2, at_home=True)
     far = Fetcher(0, server.address, "secret", me=1)
     try:
@@ -272,7 +272,7 @@ def test_channels_within_a_domain_are_kept_for_a_moment(journal):
 
 
 def test_another_rank_gets_its_messages(journal):
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     write(journal, 0, torch.arange(5), torch.arange(3))
     write(journal, 1, torch.arange(4))
     fetcher = Fetcher(0, server.address, "secret", me=1)
@@ -289,7 +289,7 @@ def test_another_rank_gets_its_messages(journal):
 
 
 def test_a_stranger_gets_nothing(journal):
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     write(journal, 0, torch.arange(5))
     fetcher = Fetcher(0, server.address, "wrong", me=1)
     try:
@@ -304,7 +304,7 @@ def test_a_stranger_gets_nothing(journal):
 
 def test_a_connection_ends_with_the_host_at_its_other_side(journal):
     """Without a word from there: the kernel asks while the connection is idle, and limits what is not taken."""
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     write(journal, 0, torch.arange(5))
     fetcher = Fetcher(0, server.address, "secret", me=1)
     try:
@@ -322,7 +322,7 @@ def test_a_connection_ends_with_the_host_at_its_other_side(journal):
 
 def test_closing_meets_a_connection_that_was_just_made(journal, monkeypatch):
     """Between the two, the connection is known to nobody but the thread that makes it."""
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     fetcher = Fetcher(0, server.address, "secret", me=1)
     made = []
 
@@ -356,14 +356,14 @@ def test_closing_calls_off_a_connection_to_a_host_that_is_gone(monkeypatch, unan
 
 
 def test_a_closed_server_leaves_no_threads(journal):
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     write(journal, 0, torch.arange(5))
     idle = [Fetcher(0, server.address, "secret", me=1) for _ in range(3)]
     silent = socket.create_connection(server.address, 10.0)  # has not even said hello
     try:
         assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in idle)
         deadline = time.monotonic() + 10
-        while len(threads := [server._listener, *server._open.values()]) < 5:
+        while len(threads := server.threads) < 5:
             assert time.monotonic() < deadline
         server.close()
         assert not any(thread.is_alive() for thread in threads)
@@ -377,10 +377,10 @@ def test_a_closed_server_leaves_no_threads(journal):
 
 
 def test_a_caller_that_hangs_up_does_not_end_the_server(journal, monkeypatch):
-    monkeypatch.setattr("regrow.journal.serve._LOOK_EVERY_S", 0.001)
-    server = Server(journal, "127.0.0.1", "secret")
+    monkeypatch.setattr("regrow.door._TRY_AGAIN_S", 0.001)
+    server = Server(journal, "127.0.0.1", "secret", print)
     write(journal, 0, torch.arange(5))
-    listening, failures = server._socket, [ConnectionAbortedError(), OSError("too many open files")]
+    listening, failures = server._door.listener, [ConnectionAbortedError(), OSError("too many open files")]
 
     class Failing:
         """Fails twice, and is then the socket itself."""
@@ -393,7 +393,7 @@ def test_a_caller_that_hangs_up_does_not_end_the_server(journal, monkeypatch):
         def __getattr__(self, name):
             return getattr(listening, name)
 
-    server._socket = Failing()
+    server._door.listener = Failing()
     fetchers = [Fetcher(0, server.address, "secret", me=1) for _ in range(2)]  # the first is taken by the accept before
     try:
         assert all(len(fetcher.get(0)[TO_1]) == 1 for fetcher in fetchers)
@@ -424,7 +424,7 @@ def test_back_pressure_is_reported(tmp_path, monkeypatch):
 
 
 def test_frames_larger_than_one_read(journal):
-    server = Server(journal, "127.0.0.1", "secret")
+    server = Server(journal, "127.0.0.1", "secret", print)
     tensor = torch.randn(3 << 18)
     write(journal, 0, tensor)
     fetcher = Fetcher(0, server.address, "secret", me=1)

@@ -14,7 +14,7 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence", "door"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
@@ -23,6 +23,7 @@ MAY_KNOW = {
     "slots": {"ids"},
     "lifeline": set(),
     "fence": set(),
+    "door": {"wire"},
     "sizes": set(),
     "plan": {"ids", "errors", "sizes"},
     "undo": {"errors", "optim"},
@@ -33,10 +34,10 @@ MAY_KNOW = {
     "group": {"errors"},
     "ddp": {"group"},
     "dial": set(),
-    "journal": {"errors", "wire", "dial"},
-    "courier": {"errors", "wire", "dial"},
+    "journal": {"errors", "wire", "dial", "door"},
+    "courier": {"errors", "wire", "dial", "door"},
     "state": {"ids", "errors", "plan", "slots", "testing"},
-    "peer": {"ids", "wire", "dial", "slots"},
+    "peer": {"ids", "wire", "dial", "door", "slots"},
     "fsdp": set(),
     "pieces": set(),
     "updates": {"ids", "pieces", "plan", "state", "undo", "ddp", "testing"},

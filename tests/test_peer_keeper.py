@@ -144,7 +144,7 @@ def test_strangers_are_sent_away_and_named(tmp_path, keeper, client, said):
     stranger = Client(keeper.address, "a guess", lambda: None)
     with pytest.raises(OSError):
         stranger.get(0, Step(1), Buffer(tmp_path / "stolen"))
-    said.wait_for("without this run's token")
+    said.wait_for("sent away from the keeper: its token is not this run's")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\0\0\0\2\0\0\0\0{}"):
         with socket.create_connection(keeper.address) as other:
             other.sendall(garbage)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.cli import main
+from regrow.ids import Rank, Step
+from regrow.peer.keeper import Keeper
 from regrow.plan.placement import (
     TooManyCasesError,
     check_memory,
@@ -24,6 +28,7 @@ from regrow.plan.placement import (
     ring_survival,
     survival,
 )
+from regrow.run.copies import Copies, Host
 
 
 def counted(fatal, count):
@@ -282,3 +287,41 @@ def test_answers_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code, *plan(4, 2)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+class Told(list):
+    """What was said, or which events were told of."""
+
+    def __call__(self, name, **fields):
+        self.append((name, fields) if fields else name)
+
+
+def keepers(tmp_path, domains, copies=2):
+    """Who keeps whose snapshots, by what the ranks of a running job work out, one on each host; and what they say."""
+    with contextlib.ExitStack() as stack:
+        hosts, said, events = [], Told(), Told()
+        for node, domain in enumerate(domains):
+            keeper = Keeper(tmp_path / f"{domain}-{node}", "127.0.0.1", "t", said)
+            stack.callback(keeper.close)
+            hosts.append(Host(node=node, keeper=keeper.address, kept=keeper.directory, copies=copies, domain=domain))
+        ranks = [
+            Copies(Rank(rank), host, "t", superseded=lambda: False, say=said, event=events)
+            for rank, host in enumerate(hosts)
+        ]
+        envelopes = json.loads(json.dumps([rank.envelope() for rank in ranks]))
+        for rank in ranks:
+            stack.callback(rank.close)
+            rank.heard(envelopes)
+            assert rank.resume(1, Step(0)) == copies
+            rank.heard(envelopes)
+            rank.resume(2, Step(0))  # it says nothing twice
+        return [fields["keepers"] for name, fields in events if name == "snapshot_keepers"][::2], said
+
+
+def test_a_running_job_keeps_snapshots_in_other_racks(tmp_path):
+    assert keepers(tmp_path / "1", [None] * 4) == ([[1], [0], [3], [2]], [])
+    assert keepers(tmp_path / "2", ["a", "a", "b", "b"]) == ([[2], [3], [0], [1]], [])
+    assert keepers(tmp_path / "3", ["1", None, "1", None]) == ([[1], [0], [3], [2]], [])  # no host is called 1
+    found, said = keepers(tmp_path / "4", ["a", "a", "a", "b"])
+    assert sorted(len(each) for each in found) == [1, 1, 1, 1]
+    assert len(said) == 1 and said[0].startswith("snapshots: failure domain a has 3 of the 4 hosts: for 2 copies")

@@ -167,7 +167,7 @@ def test_a_meter_leaves_out_the_first_two_steps_and_interrupted_ones():
 
 
 def test_a_lost_rank_leaves_no_rate():
-    couriers = [Courier(rank, "127.0.0.1", "secret") for rank in range(2)]
+    couriers = [Courier(rank, "127.0.0.1", "secret", print) for rank in range(2)]
     for courier in couriers:
         courier.resume(0, [each.address for each in couriers])
     couriers[1].close()

@@ -118,3 +118,21 @@ def test_another_hosts_memory():
     assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
     plans = [plan for job in jobs for plan in job.plans()]
     assert "restore  rank 1: the snapshot of step" in plans[0] and "from the memory of host 1" in plans[0], plans
+
+
+def test_a_lost_rack():
+    """Agents, workers and their memory are gone: standbys take the ranks, the other rack has their snapshots.
+
+    Without racks, each of hosts 2 and 3 would keep the other's snapshots; so each has one in the first rack.
+    """
+    expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
+    args = ("--steps", "10", "--lose-host", "2", "5", "--lose-host", "3", "5")
+    racks = ("a", "a", "b", "b", "b", "b")
+    jobs = harness.run_hosts(*args, hosts=4, standbys=2, nproc=1, spares=1, script=SCRIPT, racks=racks)
+    assert [job.code for job in jobs] == [0, 0, -9, -9, 0, 0], "".join(job.output for job in jobs)
+    ranks = jobs[0].ranks | jobs[1].ranks | jobs[4].ranks | jobs[5].ranks
+    assert [ranks[rank]["digest"] for rank in range(4)] == expected.digests()
+    plans = [plan for job in jobs for plan in job.plans()]
+    assert "another host's memory has the part of" in "".join(plans), plans
+    kept = {event["rank"]: event["keepers"] for job in jobs for event in job.events("snapshot_keepers")[:1]}
+    assert [kept[rank] for rank in range(4)] == [[2], [3], [0], [1]]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import struct
+import time
 from typing import Any, NamedTuple
 
 _LENGTHS = struct.Struct("!II")
@@ -41,7 +42,7 @@ def _lengths(prefix: bytes, most_head: int = MAX_HEADER_BYTES, most_blob: int = 
 def _head(text: bytes) -> dict[str, Any]:
     try:
         head = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from thousands of brackets
         raise ConnectionError(f"frame without a JSON header: not a regrow peer? ({error})") from None
     if not isinstance(head, dict) or not isinstance(head.get("type"), str):
         raise ConnectionError("frame without a type: not a regrow peer?")
@@ -53,6 +54,12 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
     head_len, blob_len = _lengths(await reader.readexactly(_LENGTHS.size))
     head = _head(await reader.readexactly(head_len))
     return Frame(head, await reader.readexactly(blob_len) if blob_len else b"")
+
+
+async def read_hello(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Read the first frame of a connection: small, since nobody knows yet who sends it."""
+    head_len, _ = _lengths(await reader.readexactly(_LENGTHS.size), MAX_HELLO_BYTES, 0)
+    return _head(await reader.readexactly(head_len))
 
 
 def recv_exactly(sock: socket.socket, count: int) -> bytearray:
@@ -73,10 +80,24 @@ def recv_frame(sock: socket.socket) -> Frame:
     return Frame(head, bytes(blob))
 
 
-def recv_hello(sock: socket.socket) -> dict[str, Any]:
-    """Read the first frame of a connection: small, since nobody knows yet who sends it."""
-    head_len, _ = _lengths(bytes(recv_exactly(sock, _LENGTHS.size)), MAX_HELLO_BYTES, 0)
-    return _head(bytes(recv_exactly(sock, head_len)))
+def recv_hello(sock: socket.socket, deadline: float) -> dict[str, Any]:
+    """Read the first frame of a connection: small, and all of it in time, since nobody knows yet who sends it."""
+    head_len, _ = _lengths(_recv_by(sock, _LENGTHS.size, deadline), MAX_HELLO_BYTES, 0)
+    return _head(_recv_by(sock, head_len, deadline))
+
+
+def _recv_by(sock: socket.socket, count: int, deadline: float) -> bytes:
+    found = b""
+    while len(found) < count:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no hello in time")
+        sock.settimeout(left_s)  # of each read: one byte now and then would hold a connection for hours
+        part = sock.recv(count - len(found))
+        if not part:
+            raise EOFError("the peer closed the connection")
+        found += part
+    return found
 
 
 def recv_parts(sock: socket.socket) -> tuple[dict[str, Any], bytearray]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import regrow
+from host import linger
 
 CLASSES = 4
 
@@ -221,6 +222,7 @@ def main() -> None:
     attempts: list[int] = []
     for step in run.steps(args.steps):
         with step:
+            linger(step.index, args.steps - 1)
             if args.damage is not None and step.index == 8 and step.attempt == 0 and run.rank == 0:
                 damage(args.damage, run)
             if step.index in args.die[:1] and run.rank in args.die[1:]:

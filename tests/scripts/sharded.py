@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import regrow
-from host import lose_host
+from host import linger, lose_host
 from regrow import state_digest
 from regrow.peer.room import Room
 
@@ -156,6 +156,7 @@ def main() -> None:
     losses = {}
     for step in run.steps(args.steps):
         with step:
+            linger(step.index, args.steps - 1)
             if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
                 damage(run, args.damage)
             if step.index in args.wait:

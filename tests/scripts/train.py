@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import regrow
-from host import lose_host
+from host import linger, lose_host
 from regrow import state_digest
 
 
@@ -161,6 +161,7 @@ def main() -> None:
     attempts: list[tuple[int, bool]] = []
     for step in run.steps(args.steps):
         with step:
+            linger(step.index, args.steps - 1)
             if step.index == args.raise_at and run.rank == args.raise_rank:
                 raise ValueError("this script has a bug")
             if step.index in args.dump_at:

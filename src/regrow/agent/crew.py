@@ -67,7 +67,7 @@ class Crew:
         self._logs = Logs(options, site.run_id)
         self._fence = Fence.create(shared_dir)
         site.tenure.tell(self._fence.move)
-        self._server = LinkServer(shared_dir / "agent.sock", options.token, self)
+        self._server = LinkServer(shared_dir / "agent.sock", options.token, self, say)
         self._keeper: Keeper | None = None
         if not options.alone:  # on one host there is nobody whose snapshots could be kept
             self._keeper = Keeper(shared_dir / "kept", site.host_addr, options.token, say)

@@ -6,12 +6,9 @@ This is the one place that reads the agent's environment.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import secrets
 import shutil
-import socket
-import struct
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
+from regrow.agent.interfaces import addresses, choose
 from regrow.agent.options import RunOptions
 
 _REFUSED = {
@@ -38,7 +36,6 @@ _DEFAULTS = {"max_restarts": 100, "node_rank": None, "shutdown_timeout": 5, "sta
 _C10D_PORT = 29400
 _STATIC_PORT = 29500
 _ETCD_PORT = 2379
-_SIOCGIFADDR = 0x8915
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,8 +93,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="With --store: so long a request may take, while etcd chooses another leader for instance.",
     )
-    ours.add_argument("--host-addr", "--host_addr", metavar="ADDR", help="Address at which other hosts reach this one.")
-    ours.add_argument("--interface", metavar="NAME", help="Network interface whose address other hosts can reach.")
+    ours.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="The network interface that everything listens at, and that state is transferred over (default: loopback "
+        "on one host; on several, the one that leads to the rendezvous).",
+    )
+    ours.add_argument(
+        "--host-addr",
+        "--host_addr",
+        metavar="ADDR",
+        help="The same by address, the one at which other hosts reach this one (also: --local-addr).",
+    )
     ours.add_argument(
         "--token-file", "--token_file", metavar="FILE", help="File with the run's secret (instead of REGROW_TOKEN)."
     )
@@ -132,6 +139,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="Take a snapshot of sharded state every N steps; auto (the default): every step, or as often as the "
         "network can take them to other hosts beside the training.",
+    )
+    ours.add_argument(
+        "--snapshot-domain",
+        "--snapshot_domain",
+        default=None,
+        metavar="NAME",
+        help="What this host fails together with: a rack, a switch. Snapshots are kept in different ones where that is "
+        "possible (default: each host fails by itself).",
     )
     ours.add_argument(
         "--replay-helpers",
@@ -216,13 +231,21 @@ def _options(args: argparse.Namespace) -> RunOptions:
         redirects=args.redirects,
         tee=args.tee,
         local_ranks=_local_ranks(args.local_ranks_filter),
-        host_addr=_host_addr(args),
+        host_addr=choose(
+            addresses(),
+            interface=args.interface,
+            host_addr=args.host_addr,
+            local_addr=args.local_addr,
+            gloo_interfaces=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        ),
+        interface=args.interface,
         master_port=None if args.standalone else _master_port(args),
         faults=args.inject,
         failure_domain=args.failure_domain,
         journal_mb=args.journal_memory,
         snapshot_copies=args.snapshot_copies,
         snapshot_every=args.snapshot_every,
+        snapshot_domain=args.snapshot_domain,
         replay_helpers=_replay_helpers(args.replay_helpers),
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,
@@ -259,6 +282,11 @@ def _token(args: argparse.Namespace, *, several: bool) -> str:
         token = Path(args.token_file).read_text(encoding="utf-8").strip()
         if not token:
             raise ValueError(f"--token-file {args.token_file} is empty")
+        if Path(args.token_file).stat().st_mode & 0o077:
+            print(
+                f"regrow run: warning: --token-file {args.token_file} can be read by other users: chmod 600 it",
+                file=sys.stderr,
+            )
         return token
     token = os.environ.get("REGROW_TOKEN", "")
     if token:
@@ -304,7 +332,9 @@ def _host_port(text: str, default: int, url: str) -> tuple[str, int]:
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
     if not args.rdzv_endpoint:
-        return args.master_addr.strip("[]"), _STATIC_PORT if args.master_port is None else args.master_port
+        return _one_host(
+            args.master_addr.strip("[]"), "--master-addr"
+        ), _STATIC_PORT if args.master_port is None else args.master_port
     host, colon, port = args.rdzv_endpoint.rpartition(":")
     if not colon or args.rdzv_endpoint.endswith("]"):
         host, port = args.rdzv_endpoint, str(_C10D_PORT)
@@ -312,7 +342,13 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(
             f"--rdzv-endpoint must be HOST:PORT with a port that all nodes know, got {args.rdzv_endpoint!r}"
         )
-    return host.strip("[]"), int(port)
+    return _one_host(host.strip("[]"), "--rdzv-endpoint"), int(port)
+
+
+def _one_host(host: str, flag: str) -> str:
+    if host in ("0.0.0.0", "::", "*"):
+        raise ValueError(f"{flag} {host} would be all addresses: name the one at which the other nodes reach node 0")
+    return host
 
 
 def _master_port(args: argparse.Namespace) -> int | None:
@@ -332,14 +368,3 @@ def _local_ranks(text: str) -> frozenset[int] | None:
         return frozenset(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--local-ranks-filter must be a list like 0,1,2, got {text!r}") from None
-
-
-def _host_addr(args: argparse.Namespace) -> str | None:
-    if args.host_addr is not None or args.interface is None:
-        return args.host_addr if args.host_addr is not None else args.local_addr
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", args.interface.encode()[:15]))
-        except OSError as error:
-            raise ValueError(f"--interface {args.interface} has no IPv4 address: {error.strerror}") from None
-    return socket.inet_ntoa(answer[20:24])

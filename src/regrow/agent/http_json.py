@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from regrow.agent.store_tcp import keep_alive
+from regrow.agent.porter import keep_alive
 
 
 class Connection:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
+from regrow.agent.interfaces import is_ours, outside
 from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.options import RunOptions, StartError
 from regrow.agent.presence import Presence
@@ -24,6 +25,7 @@ from regrow.agent.store import LeaseLost, MemoryStore, StoreLost
 from regrow.agent.store_etcd import EtcdStore
 from regrow.agent.store_tcp import StoreServer, TcpStore
 from regrow.agent.tenure import Tenure
+from regrow.agent.voice import say
 
 _RETRY_S = 0.2
 
@@ -54,11 +56,11 @@ async def join(options: RunOptions, departed: Callable[[str], None]) -> Site:
                 departed(session)
                 memory.forget(f"{HOSTS}{node}")
 
-        server = StoreServer(memory, options.token, ended)
+        server = StoreServer(memory, options.token, ended, say)
         try:
             host_addr = options.host_addr or await _resolve(host)
             session = await _own(options, memory, host_addr)  # before anybody else can take its place
-            await server.start(host, port)
+            await server.start(await _listen_at(options, host), port)
         except OSError as error:
             if options.node_rank == 0:
                 raise StartError(f"node 0 cannot listen at {host}:{port}: {_plain(error)}") from None
@@ -87,7 +89,7 @@ async def _meet(options: RunOptions) -> Site:
     options = options if options.run_id else replace(options, run_id=uuid.uuid4().hex[:12])
     store = EtcdStore(options.store, f"/regrow/{options.run_id}/", options.store_timeout_s)
     tenure: Tenure | None = None
-    presence = Presence(options.token)
+    presence = Presence(options.token, say)
 
     async def leave() -> None:
         await presence.close()
@@ -155,7 +157,7 @@ async def _enter(options: RunOptions, client: TcpStore, host_addr: str) -> Site:
     try:
         node, session = await take(options, client, tenure, host_addr)
         await client.joined(node, session)
-        return replace(await follow(client, tenure, node, session, host_addr), leave=client.close)
+        return replace(await follow(options, client, tenure, node, session, host_addr), leave=client.close)
     except BaseException:
         await tenure.close()
         raise
@@ -215,9 +217,28 @@ def _check_port(host: str, port: int) -> None:
             raise StartError(f"port {port} cannot be used: {_plain(error)}") from None
 
 
+async def _listen_at(options: RunOptions, host: str) -> list[str]:
+    """Return the addresses of the store: those of the endpoint, without any that is not on the interface asked for."""
+    found = await _all_of(host)
+    if options.interface is None or options.host_addr is None:
+        return found
+    elsewhere = outside(found, options.host_addr)
+    wrong = [address for address in elsewhere if is_ours(address)]
+    if wrong and len(elsewhere) == len(found):
+        raise StartError(
+            f"node 0 would listen at {host} ({wrong[0]}), but --interface {options.interface} has {options.host_addr}: "
+            "let --rdzv-endpoint name an address of that interface"
+        )
+    return [address for address in found if address not in wrong]
+
+
 async def _resolve(host: str) -> str:
+    return (await _all_of(host))[0]
+
+
+async def _all_of(host: str) -> list[str]:
     infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(infos[0][4][0])
+    return [*dict.fromkeys(str(info[4][0]) for info in infos)]
 
 
 def _plain(error: BaseException) -> str:

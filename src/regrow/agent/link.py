@@ -7,13 +7,13 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from regrow.agent.store_tcp import token_matches
-from regrow.wire import Frame, encode, read_frame
+from regrow.door import HELLO_S, NO_TOKEN, Refusals, Unknown, reason, token_matches
+from regrow.wire import Frame, encode, read_frame, read_hello
 
-_HELLO_DEADLINE_S = 10.0
 _PEER = struct.Struct("3i")
 
 
@@ -63,8 +63,11 @@ class LinkOwner(Protocol):
 class LinkServer:
     """Listens on a socket inside a directory that only this user can enter."""
 
-    def __init__(self, path: Path, token: str, owner: LinkOwner) -> None:
+    def __init__(self, path: Path, token: str, owner: LinkOwner, say: Callable[[str], None]) -> None:
+        """``say`` tells of those who were sent away."""
         self.path = path
+        self._refusals = Refusals("the agent", say)
+        self._unknown: Unknown[asyncio.StreamWriter] = Unknown()
         self._token = token
         self._owner = owner
         self._server: asyncio.Server | None = None
@@ -91,10 +94,8 @@ class LinkServer:
         link = Link(writer)
         known = False
         try:
-            head = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
-            if head["type"] != "hello" or not token_matches(head.get("token"), self._token):
-                return
-            known = self._owner.on_hello(link, head)
+            head = await self._hello(reader, writer, link)
+            known = head is not None and self._owner.on_hello(link, head)
             while known:
                 self._owner.on_frame(link, await read_frame(reader))
         except (EOFError, OSError, TimeoutError, asyncio.CancelledError):
@@ -108,6 +109,24 @@ class LinkServer:
             writer.close()
             if known:
                 self._owner.on_closed(link)
+
+    async def _hello(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link
+    ) -> dict[str, Any] | None:
+        """Return what a worker says first; ``None`` if it is none of this run's."""
+        crowded, why = self._unknown.enter(writer), NO_TOKEN
+        if crowded is not None:
+            crowded.transport.abort()
+        try:
+            head = await asyncio.wait_for(read_hello(reader), HELLO_S)
+            if head["type"] == "hello" and token_matches(head.get("token"), self._token):
+                return head
+        except (OSError, EOFError) as error:
+            why = reason(error)
+        finally:
+            self._unknown.leave(writer)
+        self._refusals.tell(f"process {link.peer_pid} of this host", why)
+        return None
 
 
 def group_of(pid: int) -> int | None:

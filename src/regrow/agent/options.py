@@ -44,6 +44,9 @@ class RunOptions:
     tee: str = "0"
     local_ranks: frozenset[int] | None = None
     host_addr: str | None = None
+    """Where everything on this host listens; ``None``: loopback on one host, the way to the store on several."""
+    interface: str | None = None
+    """The interface that was asked for by name: nothing may listen elsewhere."""
     master_port: int | None = None
     faults: str | None = None
     failure_domain: str = "host"
@@ -52,6 +55,8 @@ class RunOptions:
     """How many hosts keep each snapshot of sharded state, the rank's own included."""
     snapshot_every: int | None = None
     """After how many steps sharded state is snapshot again; ``None``: as often as the network allows."""
+    snapshot_domain: str | None = None
+    """What this host fails together with; ``None``: it fails by itself."""
     replay_helpers: int | None = None
     """How many idle ranks help with a replay; ``None``: as many as make it faster."""
     forked: bool = False
@@ -83,6 +88,10 @@ class RunOptions:
             raise ValueError(f"--snapshot-copies must be at least 1 (the rank's own host), got {self.snapshot_copies}")
         if self.snapshot_every is not None and self.snapshot_every < 1:
             raise ValueError(f"--snapshot-every must be at least 1 step, or auto, got {self.snapshot_every}")
+        if self.snapshot_domain is not None and not re.fullmatch(r"[\w.:@+/ -]{1,100}", self.snapshot_domain):
+            raise ValueError(
+                f"--snapshot-domain must be a name of letters, digits and . : @ + / _ -, got {self.snapshot_domain!r}"
+            )
         if not (math.isfinite(self.store_timeout_s) and self.store_timeout_s >= 2):
             raise ValueError(f"--store-timeout must be at least 2 seconds, got {self.store_timeout_s}")
         if self.store and not self.alone and not self.run_id:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
-from regrow.agent.store_tcp import keep_alive, token_matches
+from regrow.agent.porter import Porter, keep_alive
 from regrow.wire import encode, read_frame
 
-_HELLO_DEADLINE_S = 10.0
 _DYING_S = 0.01  # a process that is being taken down may have closed one socket and not yet the next
 _PAUSE_S = 0.2
 
@@ -23,8 +23,9 @@ Address = tuple[str, int]
 class Presence:
     """Listens, and holds the connections of those who know the run's token for as long as this process lives."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, say: Callable[[str], None]) -> None:
+        """``say`` tells of those who were sent away."""
+        self._porter = Porter("the agent", token, say)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -46,11 +47,7 @@ class Presence:
         assert task is not None
         self._tasks.add(task)
         try:
-            keep_alive(writer)
-            async with asyncio.timeout(_HELLO_DEADLINE_S):
-                hello = (await read_frame(reader)).head
-            if hello["type"] == "hello" and token_matches(hello.get("token"), self._token):
-                writer.write(encode({"type": "welcome"}))
+            if await self._porter.admits(reader, writer):
                 await reader.read(1)  # until the other one goes
         except (EOFError, OSError, KeyError, TypeError, ValueError, asyncio.CancelledError):
             pass  # however it ends: it is the other side that watches

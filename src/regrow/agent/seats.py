@@ -23,6 +23,7 @@ from regrow.agent.store import ControlStore, LeaseLost, StoreLost
 from regrow.agent.store_tcp import StoreServer
 from regrow.agent.tenure import Tenure
 from regrow.agent.world import Node, World
+from regrow.door import proof, token_matches
 
 _POLL_S = 0.2
 
@@ -98,13 +99,17 @@ async def sit(
     options: RunOptions, store: ControlStore, tenure: Tenure, host_addr: str, presence: int | None = None
 ) -> Site:
     """Take a place in a store that nobody hosts, and wait until the world's hosts are there."""
+    entry = await store.get(RUN_KEY)
+    if entry is not None:
+        _require_token(json.loads(entry.value), options.token)  # before it takes a place from anybody
     node, session = await take(options, store, tenure, host_addr, presence)
     if node < options.nnodes and not await begun(store):
         site = await lead(options, store, None, tenure, node, session, host_addr)
         return replace(site, presence=presence)
     try:
         async with asyncio.timeout(options.join_timeout_s):
-            return replace(await follow(store, tenure, node, session, host_addr), presence=presence)
+            site = await follow(options, store, tenure, node, session, host_addr)
+            return replace(site, presence=presence)
     except TimeoutError:
         raise StartError(f"the other nodes did not join within {options.join_timeout_s:g} s") from None
 
@@ -134,11 +139,22 @@ async def retake(options: RunOptions, site: Site, store: ControlStore) -> Site:
 
 
 def _info(options: RunOptions, session: str, tenure: Tenure, host_addr: str, presence: int | None) -> bytes:
-    told = {"session": session, "address": host_addr, "nproc": options.nproc, "slots": options.slots}
+    told: dict[str, Any] = {"session": session, "address": host_addr, "nproc": options.nproc, "slots": options.slots}
     told |= {"presence": presence, "lease": None if tenure.lease is None else tenure.lease.number}
     # where an agent has the store, that is at the port that was given
+    told["proof"] = proof(options.token, session)
     told["port"] = options.master_port if options.store or options.alone else None
     return json.dumps({**told, "nnodes": options.nnodes, "standby": options.standby}).encode()
+
+
+def _knows_token(info: dict[str, Any], token: str) -> bool:
+    """Whether what a host says of itself was written with this token: a store that nobody hosts asks for none."""
+    return token_matches(info.get("proof"), proof(token, info["session"]))
+
+
+def _require_token(run: dict[str, Any], token: str) -> None:
+    if "birth" in run and not token_matches(run.get("proof"), proof(token, run["birth"])):
+        raise StartError("this node cannot join: its token is not this run's")
 
 
 async def lead(
@@ -161,6 +177,10 @@ async def lead(
             other = nodes[odd[0]]["nnodes"]
             sentence = f"node {odd[0]} was started with --nnodes {other}, node {node} with {options.nnodes}"
             await _call_off(store, server, tenure, sentence)
+        strange = [other for other, info in nodes.items() if not _knows_token(info, options.token)]
+        if strange:
+            sentence = f"node {strange[0]} was started with another token than node {node}"
+            await _call_off(store, server, tenure, sentence)
         starting = await store.compare_and_set(RUN_KEY, 0, STARTING, tenure.lease)
         if starting is not None:
             break
@@ -169,9 +189,11 @@ async def lead(
             return _site(announced, store, server, tenure, node, session, host_addr)
     await wipe(store, tenure.lease)
     members = [nodes[node] for node in range(options.nnodes)]
+    birth = uuid.uuid4().hex
     run: dict[str, Any] = {
         "run_id": options.run_id or uuid.uuid4().hex[:12],
-        "birth": uuid.uuid4().hex,
+        "birth": birth,
+        "proof": proof(options.token, birth),
         "nprocs": [info["nproc"] for info in members],
         "master_addr": members[0]["address"],
         "master_port": members[0]["port"] or free_port(),
@@ -214,7 +236,9 @@ async def _call_off(store: ControlStore, server: StoreServer | None, tenure: Ten
     raise StartError(sentence)
 
 
-async def follow(store: ControlStore, tenure: Tenure, node: int, session: str, host_addr: str) -> Site:
+async def follow(
+    options: RunOptions, store: ControlStore, tenure: Tenure, node: int, session: str, host_addr: str
+) -> Site:
     """As anybody else: wait until the world's hosts are there."""
     waiting = asyncio.create_task(_run(store))
     either: set[asyncio.Future[Any]] = {waiting, tenure.over}
@@ -223,6 +247,7 @@ async def follow(store: ControlStore, tenure: Tenure, node: int, session: str, h
         if not waiting.done():
             raise StartError(f"this node lost its place while it waited for the others: {tenure.over.result()}")
         run = waiting.result()
+        _require_token(run, options.token)
     finally:
         waiting.cancel()
     return _site(run, store, None, tenure, node, session, host_addr)

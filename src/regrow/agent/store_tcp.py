@@ -7,30 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from regrow.agent.porter import Porter, keep_alive
 from regrow.agent.store import Change, Entry, Lease, LeaseLost, MemoryStore, StoreLost
+from regrow.door import HELLO_S
 from regrow.wire import Frame, encode, read_frame
-
-_HELLO_DEADLINE_S = 10.0
-
-
-def token_matches(offered: object, token: str) -> bool:
-    """Compare a secret in constant time."""
-    return isinstance(offered, str) and hmac.compare_digest(offered.encode(), token.encode())
-
-
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel notice a peer whose host vanished: no FIN will ever come from it."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15000)):
-        with contextlib.suppress(OSError, AttributeError):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class StoreServer:
@@ -40,22 +24,31 @@ class StoreServer:
     otherwise says nothing: the node may be cut off, and its lease decides.
     """
 
-    def __init__(self, store: MemoryStore, token: str, on_ended: Callable[[int, str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        token: str,
+        on_ended: Callable[[int, str], Awaitable[None]],
+        say: Callable[[str], None],
+    ) -> None:
+        """``say`` tells of those who were sent away."""
         self._store = store
-        self._token = token
         self._on_ended = on_ended
+        self._porter = Porter("the store", token, say)
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
+        self._peers: set[asyncio.Task[None]] = set()
+        """Those of the clients that have said who they are."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; return the port. ``OSError`` if the address cannot be bound."""
+    async def start(self, host: str | list[str], port: int) -> int:
+        """Listen, at one or several addresses; return the port. ``OSError`` if the address cannot be bound."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until the clients have gone: they still have to learn how the run ended."""
-        if self._clients:
-            await asyncio.wait(set(self._clients), timeout=timeout_s)
+        if self._peers:
+            await asyncio.wait(set(self._peers), timeout=timeout_s)
 
     async def close(self) -> None:
         """Stop listening and drop the clients."""
@@ -69,16 +62,13 @@ class StoreServer:
         task = asyncio.current_task()
         assert task is not None
         self._clients.add(task)
-        keep_alive(writer)
         watches: dict[int, asyncio.Task[None]] = {}
         joined: tuple[int, str] | None = None
         ended = False
         try:
-            hello = (await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)).head
-            if hello["type"] != "hello" or not token_matches(hello.get("token"), self._token):
-                writer.write(encode({"type": "refused", "error": "the token is not this run's"}))
+            if not await self._porter.admits(reader, writer):
                 return
-            writer.write(encode({"type": "welcome"}))
+            self._peers.add(task)
             while True:
                 frame = await read_frame(reader)
                 match frame.head["type"]:
@@ -101,6 +91,7 @@ class StoreServer:
             pass  # whatever a client does wrong or however it goes, its connection ends and that is all
         finally:
             self._clients.discard(task)
+            self._peers.discard(task)
             for feed in watches.values():
                 feed.cancel()
             writer.close()
@@ -184,7 +175,7 @@ class TcpStore:
         try:
             keep_alive(writer)
             writer.write(encode({"type": "hello", "role": "agent", "token": token}))
-            answer = await asyncio.wait_for(read_frame(reader), _HELLO_DEADLINE_S)
+            answer = await asyncio.wait_for(read_frame(reader), HELLO_S)
         except EOFError:
             writer.close()
             raise ConnectionError("it closed the connection at once") from None

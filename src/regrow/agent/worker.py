@@ -153,6 +153,11 @@ class Environment:
         if keeper is not None:
             self._common["REGROW_KEEPER"] = json.dumps([*keeper.address, str(keeper.directory)])
             self._common["REGROW_SNAPSHOT_COPIES"] = str(options.snapshot_copies)
+            if options.snapshot_domain is not None:
+                self._common["REGROW_SNAPSHOT_DOMAIN"] = options.snapshot_domain
+        if options.interface is not None:  # for what the script connects by itself
+            self._common["GLOO_SOCKET_IFNAME"] = options.interface
+            self._common["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", options.interface)
         if options.slots > 1:
             self._common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if options.faults is not None:

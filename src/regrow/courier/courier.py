@@ -13,20 +13,21 @@ received in any. How a message lies in its stream is not known here.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from regrow import dial, wire
 from regrow.courier.stream import LOOK_EVERY_S, Incoming, Outgoing, Wanted, tune
+from regrow.door import Door
 from regrow.errors import PeerLost
 
 _HELLO_S = 10.0
@@ -38,7 +39,8 @@ Address = tuple[str, int]
 class Courier:
     """All messages of one rank. Used by the thread that trains and by backward's; any thread may ``sever``."""
 
-    def __init__(self, rank: int, host: str, token: str) -> None:
+    def __init__(self, rank: int, host: str, token: str, say: Callable[[str], None]) -> None:
+        """``say`` tells of those who were sent away."""
         self._rank = rank
         self._token = token
         self._changed = threading.Condition()
@@ -49,14 +51,12 @@ class Courier:
         self._connecting = threading.Lock()
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}
-        self._closed = False
         self.waiting = False
         """Whether a message is waited for right now."""
         self.waited_s = 0.0
         """How long messages were waited for in all, reading them included."""
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address: Address = self._listener.getsockname()[:2]
-        threading.Thread(target=self._accept, name="regrow-courier", daemon=True).start()
+        self._door = Door("the courier", host, token, self._welcome, say)
+        self.address: Address = self._door.address
         _let_go_in_forks(self)
 
     # generations -----------------------------------------------------------------------------------------------------
@@ -88,15 +88,13 @@ class Courier:
 
     def close(self) -> None:
         """Drop all connections and listen no more."""
-        self._closed = True
+        self._door.stop()
         self.sever(below=1 << 62)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread that accepts
-        self._listener.close()
         with self._changed:
             old: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.values()]
         for connection in old:
             connection.close()
+        self._door.close()
 
     def _over(self) -> PeerLost | None:
         if self._generation >= self._fenced:
@@ -232,28 +230,12 @@ class Courier:
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out waiting for a message from rank {peer}")
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(LOOK_EVERY_S)  # no descriptors left, perhaps: others may be closed meanwhile
-                continue
-            threading.Thread(target=self._welcome, args=(connection,), name="regrow-courier-hello", daemon=True).start()
-
-    def _welcome(self, connection: socket.socket) -> None:
+    def _welcome(self, connection: socket.socket, hello: dict[str, Any], address: Any) -> None:
         try:
-            connection.settimeout(_HELLO_S)
-            head = wire.recv_hello(connection)
-            if head["type"] != "hello" or not hmac.compare_digest(str(head.get("token")), self._token):
-                connection.close()
-                return
-            generation, peer = int(head["generation"]), int(head["rank"])
+            generation, peer = int(hello["generation"]), int(hello["rank"])
             connection.settimeout(None)
             tune(connection)
-        except (OSError, EOFError, KeyError, TypeError, ValueError):  # gone, or no rank of this run
+        except (OSError, KeyError, TypeError, ValueError):  # gone, or no rank
             connection.close()
             return
         with self._changed:
@@ -269,7 +251,7 @@ class Courier:
         """Return all that are open."""
         found = [outgoing.connection for outgoing in self._outgoing.values()]
         found += [incoming.connection for incoming in self._incoming.values() if incoming.connection is not None]
-        return [self._listener, *found]
+        return [self._door.listener, *found]
 
 
 _couriers: weakref.WeakSet[Courier] = weakref.WeakSet()

@@ -6,8 +6,10 @@ called from any thread and does not block; connecting blocks and belongs in a he
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +54,7 @@ class Network:
         self._connections: dict[str, frozenset[sockets.Connection]] = {}
         self._cuda: tuple[Any, ...] = ()
         self._lock = threading.Lock()  # for the names, which two connecting threads may extend
+        self._connecting = 0
 
     def _on_address(self, own: bool, blob: bytes) -> None:
         address = sockets.parse_listener(blob)
@@ -69,6 +72,28 @@ class Network:
         """
         if self.ended.is_set():
             raise PeerLost(f"generation {self.generation} has ended", generation=self.generation)
+        with self._reachable():
+            return self._connect(name, rank, size, timeout, deadline)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Let peers, and whoever else finds the port, connect to this process for as long as a group is connecting.
+
+        A peer reads where it must connect to only after this rank has entered: it never finds the port barred.
+        """
+        with self._lock:
+            self._connecting += 1
+            if self._connecting == 1:
+                sockets.unbar(sockets.find(self.names))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connecting -= 1
+                if not self._connecting:
+                    sockets.bar(sockets.find(self.names))
+
+    def _connect(self, name: str, rank: int, size: int, timeout: timedelta, deadline: float) -> Inner:
         if self._device is None:
             self._device = dist.ProcessGroupGloo.create_device(hostname=self._host_addr, lazy_init=False)
         prefix = f"gen{self.generation}/{name}/"

@@ -9,6 +9,7 @@ first, which pins what it refers to, and is compared afterwards.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import socket
@@ -22,6 +23,10 @@ Address = tuple[str, int]
 
 _ESTABLISHED = 1
 _SIZE = struct.Struct("=Q")
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_RETURN_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
+"""A program for the kernel's packet filter, of one instruction: take 0 bytes of each packet."""
+_NOTHING_PASSES = struct.pack("@HP", 1, ctypes.addressof(_RETURN_NOTHING))
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,29 @@ def tune(connections: Iterable[Connection], user_timeout_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, seconds - 1))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
+
+
+def bar(connections: Iterable[Connection]) -> None:
+    """Let the kernel drop whatever comes to these listeners from now on; what was accepted before is not concerned.
+
+    gloo asks nobody for a token, keeps the descriptor of whoever connects, and ends the process when it has no more of
+    them. It cannot be told to listen no longer, and does not expect its listener to end. A filter of the socket that
+    lets nothing through is none of its business.
+    """
+    for connection in connections:
+        _filter(connection, _SO_ATTACH_FILTER, _NOTHING_PASSES)
+
+
+def unbar(connections: Iterable[Connection]) -> None:
+    """Let these listeners be reached again."""
+    for connection in connections:
+        _filter(connection, _SO_DETACH_FILTER, struct.pack("=i", 0))
+
+
+def _filter(connection: Connection, option: int, value: bytes) -> None:
+    with _pinned(connection.fd) as sock, contextlib.suppress(OSError):  # not barred, or a kernel without filters
+        if sock is not None and connection.listening and os.fstat(sock.fileno()).st_ino == connection.inode:
+            sock.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def is_up(connection: Connection) -> bool:

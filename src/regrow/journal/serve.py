@@ -1,21 +1,21 @@
 """Gives the journal of one rank to others over TCP, and gets theirs.
 
-Whoever asks must know the run's secret. The frames are those of ``wire``: a request names a step and a receiver, the
-answer is one frame for each record and one that ends them. Nothing here decides what is wanted.
+Whoever asks must know the run's secret (``door``). The frames are those of ``wire``: a request names a step and a
+receiver, the answer is one frame for each record and one that ends them. Nothing here decides what is wanted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from regrow import dial, wire
+from regrow.door import Door
 from regrow.errors import PeerLost
 from regrow.journal import record
 from regrow.journal.log import Journal
@@ -23,53 +23,27 @@ from regrow.journal.record import Channel, Damaged, Record
 
 _TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
-_CLOSE_S = 5.0
 _PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 30, 10, 3
 
 
 class Server:
-    """Listens at a port of its own, and answers each connection in a thread of its own."""
+    """Answers each connection in a thread of its own."""
 
-    def __init__(self, journal: Journal, host: str, token: str) -> None:
+    def __init__(self, journal: Journal, host: str, token: str, say: Callable[[str], None]) -> None:
+        """``say`` tells of those who were sent away."""
         self._journal = journal
-        self._token = token
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._closed = False
         self._changing = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
-        self._listener = threading.Thread(target=self._accept, name="regrow-journal-server", daemon=True)
-        self._listener.start()
+        self._open: set[socket.socket] = set()
+        self._door = Door("the journal", host, token, self._answer, say)
+        self.address: tuple[str, int] = self._door.address
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(_LOOK_EVERY_S)  # the caller is gone already, or this process has too many files open
-                continue
-            thread = threading.Thread(
-                target=self._answer, args=(connection,), name="regrow-journal-answer", daemon=True
-            )
-            with self._changing:
-                if self._closed:
-                    connection.close()
-                    return
-                self._open[connection] = thread
-                thread.start()
-
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, hello: dict[str, Any], address: Any) -> None:
+        with self._changing:
+            self._open.add(connection)
         try:
-            connection.settimeout(_TIMEOUT_S)
-            head = wire.recv_frame(connection).head
-            if head["type"] != "hello" or not hmac.compare_digest(str(head.get("token")), self._token):
-                return
             connection.settimeout(None)  # it may be long until the next step is asked for; its end ends this thread
             _end_with_its_host(connection)
-            while True:
+            while not self._door.closed:
                 head = wire.recv_frame(connection).head
                 step = int(head["step"])
                 parts, kept_from = self._read(step, int(head["peer"]))
@@ -78,10 +52,10 @@ class Server:
                 facts = {"thinned": self._journal.thinned(step), "partial": self._journal.partial(step)}
                 connection.sendall(wire.encode({"type": "end", "from": kept_from, **facts}))
         except (OSError, EOFError, KeyError, TypeError, ValueError):
-            pass  # the other side is gone, or is no rank of this run
+            pass  # the other side is gone, or asks for what no rank would
         finally:
             with self._changing:
-                self._open.pop(connection, None)
+                self._open.discard(connection)
                 connection.close()
 
     def _read(self, step: int, peer: int) -> tuple[list[bytes], int]:
@@ -94,18 +68,19 @@ class Server:
             return [], step + 1
         return parts, self._journal.kept_from
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that listen and answer."""
+        return self._door.threads
+
     def close(self) -> None:
         """Stop listening, drop all connections, and wait a moment for the threads to end."""
+        self._door.stop()
         with self._changing:
-            self._closed = True
-            for each in (self._socket, *self._open):
+            for each in self._open:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that waits on it
-            threads = [self._listener, *self._open.values()]
-        deadline = time.monotonic() + _CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._socket.close()
+        self._door.close()
 
 
 def _end_with_its_host(connection: socket.socket) -> None:

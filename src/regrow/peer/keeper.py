@@ -1,30 +1,27 @@
 """Keeps the snapshots of other hosts' ranks in this host's memory, and gives them back.
 
-Owned by the agent, so that they outlive every worker. A thread listens, and one serves each connection; what comes in
-is read straight into shared memory, what goes out is sent from there by the kernel. Whoever does not know the run's
-token is sent away, and what is no snapshot, or does not match its checksums, is refused; both with the address.
+Owned by the agent, so that they outlive every worker. A thread serves each connection (``door``); what comes in
+is read straight into shared memory, what goes out is sent from there by the kernel. What is no snapshot, or does not
+match its checksums, is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from regrow import wire
+from regrow.door import Door, name_of
 from regrow.ids import Step
 from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, verify
 from regrow.slots import Left, Slots
 
-_HELLO_S = 10.0
-_TRY_AGAIN_S = 0.25
 _NAME = re.compile(r"rank(\d+)\.0")
 _SMALL = re.compile(r"rank(\d+)\.small\..*")
 MAX_PARTS = 1 << 20
@@ -57,66 +54,37 @@ class Keeper:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         """Where snapshots of other hosts' ranks lie."""
-        self._token = token
         self._say = say
         self._lock = threading.Lock()
         self._writers: dict[int, tuple[int, socket.socket]] = {}
         self._slots: dict[int, Slots] = {}
         self._shelves: dict[int, Shelf] = {}
         self._open: set[socket.socket] = set()
-        self._closed = False
-        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address: Address = self._listener.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name="regrow-keeper", daemon=True)
-        self._thread.start()
+        self._door = Door("the keeper", host, token, self._serve, say, port=port)
+        self.address: Address = self._door.address
 
     def close(self) -> None:
         """Serve nobody any more; what is kept stays where it is."""
+        self._door.stop()
         with self._lock:
-            self._closed = True
-            there = [self._listener, *self._open]
+            there = [*self._open]
         for each in there:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(_HELLO_S)
+        self._door.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(_TRY_AGAIN_S)  # no descriptors left, perhaps: others may be closed meanwhile
-                continue
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._open.add(connection)
-            serving = threading.Thread(
-                target=self._serve, args=(connection, address), name="regrow-keeper-serve", daemon=True
-            )
-            serving.start()
-
-    def _serve(self, connection: socket.socket, address: Any) -> None:
+    def _serve(self, connection: socket.socket, hello: dict[str, Any], address: Any) -> None:
+        with self._lock:
+            self._open.add(connection)
         try:
-            connection.settimeout(_HELLO_S)
-            hello = wire.recv_hello(connection)
-            if hello["type"] != "hello" or not hmac.compare_digest(
-                str(hello.get("token")).encode(), self._token.encode()
-            ):
-                self._say(f"{address[0]}:{address[1]} asked for snapshots without this run's token: sent away")
-                return
             tune(connection)
-            while True:
+            while not self._door.closed:
                 self._answer(connection, *wire.recv_frame(connection))
         except EOFError:
             pass  # it has said all it had to say
         except (OSError, KeyError, TypeError, ValueError, Damaged) as error:
-            if not self._closed:
-                self._say(f"{address[0]}:{address[1]} is no peer of this run, or was cut off: {error}")
+            if not self._door.closed:
+                self._say(f"{name_of(address)} makes no sense as a peer of this run, or was cut off: {error}")
         finally:
             with self._lock:
                 self._open.discard(connection)

@@ -117,7 +117,13 @@ def _host(environment: Environment) -> Host | None:
     if environment.keeper is None:
         return None
     address, port, directory = environment.keeper
-    return Host(node=environment.node, keeper=(address, port), kept=Path(directory), copies=environment.snapshot_copies)
+    return Host(
+        node=environment.node,
+        keeper=(address, port),
+        kept=Path(directory),
+        copies=environment.snapshot_copies,
+        domain=environment.snapshot_domain,
+    )
 
 
 def _take_identity(assigned: wire.Frame) -> None:

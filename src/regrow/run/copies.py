@@ -38,6 +38,8 @@ class Host:
     """Where it keeps other hosts' snapshots; they can be read from here by any process of the host."""
     copies: int
     """How many hosts are to keep each snapshot, this one included."""
+    domain: str | None = None
+    """What this host fails together with, such as its rack; ``None``: it fails by itself."""
 
 
 class Copies:
@@ -53,6 +55,8 @@ class Copies:
         self._say = say
         self._event = event
         self._addresses: dict[int, Address] = {}
+        self._domains: dict[int, str] = {}
+        self._warned = ""
         self._clients: dict[int, Client] = {}
         self._seeker: Seeker | None = None
         self._step = Step(0)
@@ -74,7 +78,7 @@ class Copies:
 
     def envelope(self) -> dict[str, Any]:
         """Return what others must know of this host."""
-        return {"node": self._host.node, "keeper": list(self._host.keeper)}
+        return {"node": self._host.node, "keeper": list(self._host.keeper), "domain": self._host.domain}
 
     def kept(self) -> list[tuple[int, Head]]:
         """Return whose snapshots lie in this host's memory, and what can be told of them."""
@@ -84,6 +88,7 @@ class Copies:
         """All have said where their hosts keep snapshots: from now on they can be fetched."""
         self._severed = False
         self._addresses = {envelope["node"]: _address(envelope["keeper"]) for envelope in envelopes}
+        self._domains = {envelope["node"]: _domain(envelope) for envelope in envelopes}
 
     def pause(self) -> None:
         """The generation is over: nobody keeps anything until the next one begins."""
@@ -100,16 +105,26 @@ class Copies:
         self._generation = generation
         self._step = step
         self._seeker = Seeker(self._client, self._greet)
-        nodes = sorted(self._addresses)
-        placement = place(len(nodes), min(self._host.copies, len(nodes)))
-        keepers = placement.keepers[nodes.index(self._host.node)]
-        self._clients = {nodes[keeper]: self._client(nodes[keeper]) for keeper in keepers[1:]}
+        self._clients = {node: self._client(node) for node in self._keepers()}
         for node, client in [*self._clients.items()]:
             try:
                 self._greet(client)
             except (OSError, Refused, Damaged) as error:
                 self._give_up(node, error)
         return len(self._clients) + 1
+
+    def _keepers(self) -> list[int]:
+        """Return the other hosts that are to keep this host's snapshots: in other racks, where that can be."""
+        nodes = sorted(self._addresses)
+        domains = [self._domains[node] for node in nodes]
+        placement = place(len(nodes), min(self._host.copies, len(nodes)), domains)
+        keepers = [nodes[keeper] for keeper in placement.keepers[nodes.index(self._host.node)][1:]]
+        warning = placement.warnings[0] if placement.warnings else ""
+        if self._rank == 0 and warning not in ("", self._warned):  # one for all
+            self._say(f"snapshots: {warning}")
+        self._warned = warning
+        self._event("snapshot_keepers", keepers=keepers, domain=self._domains[self._host.node])
+        return keepers
 
     def _client(self, node: int) -> Client:
         return Client(self._addresses[node], self._token, self.look)
@@ -229,6 +244,11 @@ def _stopping_midway(step: Step) -> Pace:
         return left if len(whole) > 1 else -(-left // 2)
 
     return pace
+
+
+def _domain(envelope: dict[str, Any]) -> str:
+    name = envelope["domain"]
+    return f"host {envelope['node']} alone" if name is None else str(name)
 
 
 def _address(value: Sequence[Any]) -> Address:

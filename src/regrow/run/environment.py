@@ -34,6 +34,8 @@ class Environment:
     """How many hosts keep each snapshot, the rank's own included."""
     snapshot_every: int | None
     """After how many steps another one is taken; ``None``: as often as the network allows."""
+    snapshot_domain: str | None
+    """What this host fails together with; ``None``: it fails by itself."""
     node: int
     ranks_here: int
     """How many ranks this host has."""
@@ -58,6 +60,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         keeper=_keeper(environ.get("REGROW_KEEPER")),
         snapshot_copies=int(environ.get("REGROW_SNAPSHOT_COPIES", "1")),
         snapshot_every=_number(environ.get("REGROW_SNAPSHOT_EVERY", "auto")),
+        snapshot_domain=environ.get("REGROW_SNAPSHOT_DOMAIN"),
         node=int(environ.get("GROUP_RANK", "0")),
         ranks_here=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),

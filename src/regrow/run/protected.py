@@ -164,7 +164,7 @@ class ProtectedRun(Run):
         self._started = True
         courier = None
         if self._stage is not None or self._registry.sharded:
-            courier = Courier(self.rank, self._place.host_addr, self._place.token)
+            courier = Courier(self.rank, self._place.host_addr, self._place.token, self._say)
         copies = self._copies()
         if copies is not None and not self._registry.sharded:  # of sharded state it is a part of the snapshots
             self._slots = self._mirror = MirroredSlots(self._small_state_path, copies)

@@ -116,7 +116,7 @@ class Stages:
         self._spill = place.scratch / f"journal-{roles.nonce}-{rank}"
         shutil.rmtree(self._spill, ignore_errors=True)  # a predecessor's, which died with it
         self._journal = Journal(self._spill, memory_bytes=place.journal_bytes, on_event=self._journal_event)
-        self._server = Server(self._journal, place.host_addr, place.token)
+        self._server = Server(self._journal, place.host_addr, place.token, self._say)
         self._courier = courier
         courier.resume(fabric.generation, roles.addresses)
         self.transport = Transport(
