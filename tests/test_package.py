@@ -54,6 +54,7 @@ MAY_KNOW = {
         "journal",
         "courier",
         "peer",
+        "sizes",
         "updates",
     },
     "agent": {*BOTTOM, "peer"},
