@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from agent_harness import AT_ONCE_S
-from regrow.agent import presence
+from regrow.agent import porter
 from regrow.agent.leader import HOSTS, LEADER_KEY
 from regrow.agent.lookout import Lookout, Place, whom
 from regrow.agent.presence import Presence, until_gone
@@ -32,7 +32,7 @@ class Process:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                presence.encode = self._count
+                porter.encode = self._count
                 asyncio.run(self._live(writing))
             finally:
                 os._exit(1)

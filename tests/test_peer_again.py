@@ -23,7 +23,8 @@ def quick(monkeypatch):
 def copies_of(tmp_path, said, address) -> Copies:
     host = Host(node=0, keeper=("127.0.0.1", 1), kept=tmp_path / "kept0", copies=2)
     copies = Copies(Rank(0), host, TOKEN, superseded=lambda: False, say=said, event=lambda name, **_: said(name))
-    copies.heard([{"node": 0, "keeper": ["127.0.0.1", 1]}, {"node": 1, "keeper": list(address)}])
+    keepers = [["127.0.0.1", 1], list(address)]
+    copies.heard([{"node": node, "keeper": keeper, "domain": None} for node, keeper in enumerate(keepers)])
     assert copies.resume(0, Step(0)) == 2
     return copies
 

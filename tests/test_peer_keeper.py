@@ -167,7 +167,7 @@ def test_pace(tmp_path, client):
     buffer, layout, index = snapshot(tmp_path / "mine", 1)
     asked = []
 
-    def pace(left: int) -> int:
+    def pace(_, left: int) -> int:
         asked.append(left)
         return 100_000
 
