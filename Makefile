@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline chaos chaos-hosts format clean
+.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline bench-peer chaos chaos-hosts format clean
 
 setup: $(READY)
 
@@ -17,7 +17,7 @@ $(READY): pyproject.toml
 
 # what the tests need besides Python packages
 system:
-	sh tests/install_etcd.sh
+	sh tests/install_system.sh
 
 check: setup
 	$(BIN)/ruff check src tests bench examples
@@ -45,6 +45,9 @@ bench: setup
 
 bench-pipeline: setup
 	$(BIN)/python bench/pipeline.py
+
+bench-peer: setup system
+	$(BIN)/python bench/peer.py
 
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 500

@@ -61,14 +61,14 @@ def snapshot(path, step, *, sizes=(10, 0, 100_000, 1 << 20)) -> tuple[Buffer, La
         place[:] = os.urandom(len(place))
     buffer.seal(layout, {"step": step, "parts": [[size, 0] for size in sizes]})
     _, parts = buffer.read("it")
-    index = {"step": step, "parts": [[len(part), xxhash.xxh3_64_intdigest(part)] for part in parts]}
+    index = {"step": step, "parts": [[len(part), xxhash.xxh3_64_intdigest(bytes(part))] for part in parts]}
     buffer.seal(layout, index)
     return buffer, layout, index
 
 
 def content(buffer: Buffer) -> list[bytes]:
     index, parts = buffer.read("it")
-    verify(index, parts, "it")
+    verify(index, [memoryview(bytes(part)) for part in parts], "it")
     return [bytes(part) for part in parts]
 
 

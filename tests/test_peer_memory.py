@@ -78,7 +78,7 @@ def test_a_flipped_bit_is_found(tmp_path, where):
     raw[at] ^= 4
     path.write_bytes(raw)
     with pytest.raises((image.Damaged, Damaged), match="the snapshot"):
-        image.assemble(*Buffer(path).read("the snapshot"), "the snapshot")
+        image.assemble(*Buffer(path).read("the snapshot"), "the snapshot").install(registry_of(2.0))
 
 
 def test_a_shelf_can_grow(tmp_path):

@@ -76,6 +76,18 @@ def test_all_workers_lost_at_once():
     assert "the memory of their host still has the part of ranks 0, 1, 2" in job.plans()[-1]
 
 
+def test_a_snapshot_every_few_steps():
+    """All go back by some steps, and do them again; the first one after that is taken where they go on."""
+    faults = [
+        Fault(point="after_update", rank=1, step=2),
+        Fault(point="in_backward", rank=0, step=8),
+        Fault(point="in_backward", rank=2, step=9),
+    ]
+    job = check("--steps", "14", nproc=3, faults=faults, spares=2, flags=("--snapshot-every", "4"))
+    taken = [event["taken"] for event in job.events("snapshots")]
+    assert len(taken) == 3 and max(taken) < 12, taken
+
+
 def test_a_stopped_rank():
     faults = [Fault(point="in_backward", rank=1, step=3, action="stop")]
     check("--steps", "10", nproc=3, faults=faults, spares=1, flags=("--dead-after", "2"))

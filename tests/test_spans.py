@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.plan.spans import Link, cut, every
+from regrow.plan.spans import Frequency, Link, cut, every, remaining_s, share, typical
 
 LINK = Link(bytes_s=100.0, latency_s=0.01, buffer_bytes=400, parts=4, share=0.5)
 
@@ -56,3 +56,33 @@ def test_what_does_not_fit_is_taken_less_often():
 def test_no_such_network(wrong):
     with pytest.raises(ValueError, match="give a bandwidth above 0"):
         Link(**wrong)
+
+
+def test_a_profile_is_made_of_iterations_that_are_alike():
+    assert typical([]) is None
+    assert typical([[1.0], [2.0]]) is None
+    assert typical([[1.0, 5.0], [3.0, 6.0], [9.0], [2.0, 70.0]]) == (2.0, 6.0)
+    assert typical([[1.0, 5.0]] * 9 + [[1.0]]) is None  # it may do something else from now on
+
+
+def test_what_is_left_of_a_span():
+    spans = (0.1, 1.0)
+    assert remaining_s(1, 0.2, spans, 0.5) == pytest.approx(0.3)
+    assert remaining_s(1, 0.7, spans, 0.5) == 0
+    assert remaining_s(1, 2.1, spans, 0.5) == float("inf")  # it has never been so long
+    assert remaining_s(2, 0.0, spans, 0.5) == float("inf")
+    assert remaining_s(0, 0.0, None, 0.5) == float("inf")
+
+
+@given(spans=st.lists(st.floats(0.001, 1), min_size=1, max_size=8), load=st.integers(0, 1000), start=st.floats(0, 0.01))
+def test_no_more_of_each_span_is_used_than_is_needed(spans, load, start):
+    link = Link(bytes_s=1000.0, share=0.8)
+    used = share(spans, load, link, start_s=start)
+    assert 0.2 <= used <= 0.8
+    room = sum(max(used * span - start, 0.0) for span in spans)
+    assert used == 0.8 or room * link.bytes_s >= load
+
+
+def test_less_often_at_once_and_more_often_only_when_that_lasts():
+    frequency = Frequency(patience=3)
+    assert [frequency.propose(fitting) for fitting in (1, 4, 2, 2, 4, 2, 2, 2, 2, 5)] == [1, 4, 4, 4, 4, 4, 4, 2, 2, 5]

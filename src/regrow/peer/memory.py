@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _MOST_PAIRS = 200
 _CRC = struct.Struct("<I")
 _PAGE = 4096
 _ALIGN = 64
+_BLOCK = 1 << 20
 
 
 class Damaged(RuntimeError):
@@ -73,6 +75,36 @@ class Head:
     index_at: int
     index_length: int
     index_checksum: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part of a snapshot. It is read, not mapped: to map a large one takes longer than to copy it."""
+
+    file: FileIO
+    offset: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def into(self, memory: memoryview) -> int:
+        """Copy it, and return its checksum; what is missing at the file's end is left as it was."""
+        found = xxhash.xxh3_64()
+        at = 0
+        while at < self.size:
+            block = memory[at : min(at + _BLOCK, self.size)]
+            count = os.preadv(self.file.fileno(), [block], self.offset + at)
+            if not count:
+                break
+            found.update(block[:count])  # it is still in the cache
+            at += count
+        return found.intdigest()
+
+    def __bytes__(self) -> bytes:
+        raw = bytearray(self.size)
+        self.into(memoryview(raw))
+        return bytes(raw)
 
 
 class Buffer:
@@ -168,21 +200,18 @@ class Buffer:
         """Return an open descriptor and where the parts begin, to be sent without being read; the caller closes it."""
         return os.open(self._path, os.O_RDONLY), _PAGE
 
-    def read(self, name: str) -> tuple[dict[str, Any], list[memoryview]]:
+    def read(self, name: str) -> tuple[dict[str, Any], list[Stored]]:
         """Return the index of the snapshot that lies here, which is checked, and its parts, which are not."""
         found = self.head()
         if found is None:
             raise Damaged(f"{name} is not whole: its head is missing or damaged")
-        self._reserve(1)
-        assert self._map is not None
-        memory = memoryview(self._map)
-        text = memory[found.index_at : found.index_at + found.index_length]
-        if len(text) != found.index_length or xxhash.xxh3_64_intdigest(text) != found.index_checksum:
+        file = self._path.open("rb", buffering=0)
+        text = bytes(Stored(file, found.index_at, found.index_length))
+        if xxhash.xxh3_64_intdigest(text) != found.index_checksum:
             raise Damaged(f"{name} is damaged: its index does not match its checksum")
-        index = json.loads(bytes(text))
+        index = json.loads(text)
         sizes = [size for size, _ in index["parts"]]
-        parts = [memory[at : at + size] for at, size in zip(index["offsets"], sizes, strict=True)]
-        return index, parts
+        return index, [Stored(file, at, size) for at, size in zip(index["offsets"], sizes, strict=True)]
 
     def remove(self) -> None:
         """Delete the file."""

@@ -287,7 +287,8 @@ class Healer:
                 self._stages.transport.move(action.step)
             elif isinstance(action, Restore):
                 assert self._snapshots is not None
-                self._install(self._snapshots.read(action.step, action.node))
+                with self._snapshots.restoring(action.step, action.node) as saved:
+                    self._install(saved)
         testing.point("before_transfer", plan.step)
         settle = next(action for action in mine if isinstance(action, Settle))
         if self._rank not in fresh:
@@ -314,6 +315,7 @@ class Healer:
     def _install(self, saved: image.Image) -> None:
         """Go back to this rank's own checkpoint or snapshot: all of its state is then that of the step's start."""
         self._updates.complete()  # whatever the interrupted step has done is overwritten
+        self.step, self._left = None, self._small.left()  # if it is found damaged, this rank is its own replacement
         saved.install(self._registry)
         self._small.load_shared(saved.small.shared, saved.small.large)
         self._small.load_own(saved.small.own, cursor=True)

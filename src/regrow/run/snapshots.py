@@ -8,30 +8,29 @@ other hosts to send them to does so when the network is idle (``pacing``), and w
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-
-import torch
 
 from regrow import testing
 from regrow.courier import Address, Courier
 from regrow.errors import PeerLost
 from regrow.ids import Rank, Step
 from regrow.peer import memory
-from regrow.peer.memory import Layout, Shelf
+from regrow.peer.memory import Shelf
 from regrow.plan import Holding
 from regrow.plan.line import BEFORE_ALL, Line, extended, lies_on, merged
 from regrow.plan.placement import check_memory
-from regrow.run import gate
+from regrow.run import gate, taking
 from regrow.run.copies import Copies
 from regrow.run.pacing import Pacer
 from regrow.run.roles import Roles
 from regrow.slots import Slots
-from regrow.state import image, shards
+from regrow.state import image
 from regrow.state.registry import Registry
 
 _LOOK_EVERY_S = 0.25
@@ -144,8 +143,9 @@ class Snapshots:
         if self._copies is not None:
             self._copies.heard(envelopes)
 
-    def read(self, step: Step, node: int | None = None) -> image.Image:
-        """Return a snapshot, in this host's memory; a damaged one is named, and not counted on again.
+    @contextlib.contextmanager
+    def restoring(self, step: Step, node: int | None = None) -> Iterator[image.Image]:
+        """Give a snapshot, in this host's memory, to be installed; a damaged one is named, and not counted on again.
 
         ``node``: the host that keeps it, if that is not this one.
         """
@@ -158,7 +158,7 @@ class Snapshots:
                 self._copies.fetch(step, node, found)
             if found is None:
                 raise memory.Damaged(f"{name} is gone")
-            return image.assemble(*found.read(name), name)
+            yield image.assemble(*found.read(name), name)
         except (memory.Damaged, image.Damaged) as error:
             if node is None:
                 self._bad.add(step)
@@ -230,7 +230,7 @@ class Snapshots:
             self._copies.heard(roles.hosts)
             keepers = self._copies.resume(generation, Step(-1))  # an earlier beginning may have left its own
         room = self._shelf.room()
-        check_memory(self._ranks_here * expected_bytes(self._registry), keepers, room.bytes, room.limit)
+        check_memory(self._ranks_here * taking.expected_bytes(self._registry), keepers, room.bytes, room.limit)
         self._courier.resume(generation, roles.addresses)
         self._copy(_Task(Step(0), generation, small))
         if self._copies is not None:
@@ -315,45 +315,19 @@ class Snapshots:
 
     def _copy(self, task: _Task) -> None:
         began = time.monotonic()
-        index, tensors = image.take(self._registry, task.step, task.small)
-        index |= {"generation": task.generation, "line": self._line}
-        small = [memoryview(task.small.own), memoryview(task.small.shared)]
-        layout = Layout.of([*(len(part) for part in small), *(tensor.nbytes for tensor in tensors)])
         buffer = self._shelf.next(task.step)
-        places = buffer.open(layout)
-        half = len(places) // 2
-        sums = []
-        sources: list[torch.Tensor | memoryview] = [*small, *tensors]
-        for number, (place, source) in enumerate(zip(places, sources, strict=True)):
+
+        def between(number: int, count: int) -> None:
             if task.called_off:
                 raise PeerLost("the step was interrupted while its snapshot was taken", generation=task.generation)
-            if number == half:
+            if number == count // 2:
                 testing.point("snapshot_copy", task.step)
-            if len(place):
-                raw = torch.frombuffer(place, dtype=torch.uint8)
-                raw.copy_(_bytes_of(source))
-            sums.append([len(place), image.checksum(place)])
-        index["parts"] = sums
-        buffer.seal(layout, index)
+
+        facts = {"generation": task.generation, "line": self._line}
+        layout = taking.write(buffer, self._registry, task.step, task.small, facts, between)
         self._bytes = sum(layout.sizes)
         self._taken += 1
         self._copy_s += time.monotonic() - began
-
-
-def expected_bytes(registry: Registry) -> int:
-    """Return how large this rank's state will be once every optimizer has made its first step."""
-    total = 0
-    tensors = {id(optimizer): shards.state_tensors(optimizer) for optimizer in registry.optimizers.values()}
-    for param in registry.params:
-        owned = param.optimizer is not None and shards.owns(param.optimizer, param.tensor)
-        total += shards.local(param.tensor).nbytes * (1 + (tensors[id(param.optimizer)] if owned else 0))
-    return max(total, registry.state_bytes())
-
-
-def _bytes_of(source: torch.Tensor | memoryview) -> torch.Tensor:
-    if isinstance(source, torch.Tensor):
-        return source.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
 
 def _address(value: Sequence[Any]) -> Address:

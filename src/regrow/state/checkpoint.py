@@ -152,4 +152,5 @@ def read(directory: Path, step: Step) -> Image:
     for size, _ in index["parts"]:
         parts.append(raw[at : at + size])
         at += size
-    return image.assemble(index, parts, path.name)
+    image.check(index, parts, path.name)
+    return image.assemble(index, [image.Held(part) for part in parts], path.name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from regrow.ids import Step
-from regrow.slots import Slots
+from regrow.slots import Left, Slots
 from regrow.state import codec
 from regrow.state.registry import Registry, Stateful
 from regrow.state.rng import RandomNumbers, put_back
@@ -123,6 +123,10 @@ class SmallState:
     def captured(self) -> tuple[bytes, bytes, list[torch.Tensor]]:
         """Return what ``capture`` took: own and shared state, and the large tensors of the shared."""
         return self._own, self._shared, [mirror.copy for mirror in self._mirrors]
+
+    def left(self) -> Left | None:
+        """Return what a replacement of this rank would find of its own state."""
+        return None if self._slots is None else self._slots.left()
 
     def restore(self) -> None:
         """Put back what ``capture`` took. The data's cursor stays: the interrupted step's batch is still at hand."""

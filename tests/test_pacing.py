@@ -1,0 +1,197 @@
+"""When collectives are under way, and what is sent while none is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.errors import PeerLost
+from regrow.group import Activity
+from regrow.group.work import LiveWork
+from regrow.run.pacing import Pacer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Collective(dist.Work):
+    """An operation that is over when the test says so; with a future, as gloo's all-gather, or without."""
+
+    def __init__(self, has_future: bool = True) -> None:
+        super().__init__()
+        self.future: torch.futures.Future = torch.futures.Future()
+        self._has_future = has_future
+
+    def get_future(self) -> torch.futures.Future:
+        if not self._has_future:
+            raise RuntimeError("Work::getFuture not implemented.")
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    def wait(self, *_) -> bool:
+        return True
+
+
+class Network:
+    generation = 0
+
+    def given_up(self) -> bool:
+        return False
+
+
+def issue(activity: Activity, has_future: bool = True) -> tuple[Collective, LiveWork]:
+    work = Collective(has_future)
+    handle = LiveWork(work, Network())
+    activity.watch(work, handle)
+    return work, handle
+
+
+def test_spans_are_counted_between_collectives_and_anew_in_each_iteration():
+    clock = Clock()
+    activity = Activity(clock)
+    activity.turn()
+    clock.now = 1.0
+    first, _ = issue(activity)
+    clock.now = 1.5
+    second, _ = issue(activity)  # beside the first one: no idle span between them
+    assert activity.idle() is None
+    first.future.set_result(None)
+    assert activity.idle() is None
+    clock.now = 2.0
+    second.future.set_result(None)
+    assert activity.idle() == (1, 0.0)
+    clock.now = 5.0
+    assert activity.idle() == (1, 3.0)
+    assert activity.turn() == [1.0, 3.0]
+    assert activity.idle() == (0, 0.0)
+
+
+def test_a_collective_without_a_future_is_over_when_it_was_waited_for():
+    activity = Activity(Clock())
+    work, handle = issue(activity, has_future=False)
+    work.future.set_result(None)
+    assert activity.idle() is None
+    handle.wait()
+    assert activity.idle() is not None
+    handle.wait()  # once more does not count twice
+    other, _ = issue(activity)
+    assert activity.idle() is None
+    other.future.set_result(None)
+    assert activity.idle() is not None
+
+
+class Wires:
+    """Stands for all groups of a process: tells of collectives, and how much of theirs is still on its way."""
+
+    activity: Activity | None = None
+    left = 0
+
+    def unsent(self) -> int:
+        return self.left
+
+
+@pytest.fixture
+def pair():
+    left, right = socket.socketpair()
+    with closing(left), closing(right):
+        yield left, right
+
+
+def test_nothing_is_sent_beside_a_collective_nor_before_it_has_arrived(pair):
+    wires = Wires()
+    pacer = Pacer(wires, look=lambda: None, hurry=lambda: False)
+    work, _ = issue(wires.activity)
+    allowed: list[int] = []
+    asking = threading.Thread(target=lambda: allowed.append(pacer.pace(pair[0], 1 << 20)))
+    asking.start()
+    asking.join(0.15)
+    assert allowed == []
+    wires.left = 1 << 20
+    work.future.set_result(None)
+    asking.join(0.15)
+    assert allowed == []
+    wires.left = 0
+    asking.join(5)
+    assert len(allowed) == 1 and 0 < allowed[0] <= 1 << 20
+
+
+def test_in_a_hurry_it_goes_beside_collectives(pair):
+    wires = Wires()
+    pacer = Pacer(wires, look=lambda: None, hurry=lambda: True)
+    issue(wires.activity)
+    assert pacer.pace(pair[0], 1000) == 1000
+    assert pacer.hurried_bytes == 1000
+
+
+def test_the_end_of_a_generation_ends_the_wait(pair):
+    wires = Wires()
+    over = threading.Event()
+
+    def look() -> None:
+        if over.is_set():
+            raise PeerLost("over")
+
+    pacer = Pacer(wires, look=look, hurry=lambda: False)
+    issue(wires.activity)
+    threading.Timer(0.1, over.set).start()
+    with pytest.raises(PeerLost):
+        pacer.pace(pair[0], 1000)
+    with pytest.raises(PeerLost):
+        pacer.spans_s = (1.0,)
+        pacer.until_room(0.1)
+
+
+def test_no_more_is_sent_than_the_span_has_room_for(pair):
+    wires = Wires()
+    pacer = Pacer(wires, look=lambda: None, hurry=lambda: False)
+    pacer.bytes_s, pacer.spans_s, pacer._share = 10e6, (0.2, 5.0), 0.5
+    sent = 0
+
+    def keep_reading() -> None:
+        while pair[1].recv(1 << 20):
+            pass
+
+    reading = threading.Thread(target=keep_reading)
+    reading.start()
+
+    def keep_sending() -> None:
+        nonlocal sent
+        while sent < 8 << 20:
+            count = pacer.pace(pair[0], (8 << 20) - sent)
+            pair[0].sendall(bytes(count))
+            sent += count
+
+    sending = threading.Thread(target=keep_sending, daemon=True)
+    sending.start()
+    time.sleep(0.15)  # the span of 0.2 s, of which half may be used, ends here
+    within = sent
+    work, _ = issue(wires.activity)
+    assert 0 < within <= 0.5 * 0.2 * pacer.bytes_s * 1.5, within
+    work.future.set_result(None)  # the next one has room for all of it
+    sending.join(10)
+    assert sent == 8 << 20
+    pair[0].shutdown(socket.SHUT_RDWR)
+    reading.join(5)
+
+
+def test_how_often_is_said_with_the_numbers():
+    pacer = Pacer(Wires(), look=lambda: None, hurry=lambda: False)
+    assert pacer.proposal(1 << 30, 1) == 1  # nothing is known yet
+    pacer.spans_s, pacer.bytes_s = (0.5, 0.5), 1e8
+    assert pacer.proposal(1 << 20, 1) == 1
+    assert pacer.proposal(200_000_000, 1) == 3  # 2 s of traffic, 0.8 s of usable spans in each step
+    said = pacer.explain(3, 200_000_000)
+    assert "every 3 steps" in said and "200.00 MB" in said and "100.00 MB/s" in said and "1.000 s" in said
