@@ -126,7 +126,7 @@ def test_a_lost_rack():
     Without racks, each of hosts 2 and 3 would keep the other's snapshots; so each has one in the first rack.
     """
     expected = harness.undisturbed("--steps", "10", nproc=4, script=SCRIPT)
-    args = ("--steps", "10", "--lose-host", "2", "5", "--lose-host", "3", "5")
+    args = ("--steps", "10", "--strike", "host", "2", "5", "--strike", "host", "3", "5")
     racks = ("a", "a", "b", "b", "b", "b")
     jobs = harness.run_hosts(*args, hosts=4, standbys=2, nproc=1, spares=1, script=SCRIPT, racks=racks)
     assert [job.code for job in jobs] == [0, 0, -9, -9, 0, 0], "".join(job.output for job in jobs)

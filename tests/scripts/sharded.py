@@ -82,7 +82,9 @@ class Strikes:
         except FileExistsError:
             return
         if what == "host":
-            lose_host()
+            if self._run.generation == 0:  # whoever takes its place on another host does not find that mark
+                lose_host()
+            return
         if what in ("forget", "unlearn"):
             self._run._snapshots.abandon()
         if what == "forget":
