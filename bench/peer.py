@@ -186,7 +186,7 @@ def add_retrieval(lab: Lab, rounds: int, add: Add) -> list[dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=5, help="how much to measure; 1 for a quick look")
+    parser.add_argument("--cycles", type=int, default=4, help="how much to measure; 1 for a quick look")
     args = parser.parse_args()
     missing = why_not()
     if missing:

@@ -68,8 +68,7 @@ class Client:
         connection.sendall(wire.encode({"type": "get", "rank": rank, "step": step}))
         index = self._expect("snapshot")["index"]
         layout = Layout.of([size for size, _ in index["parts"]])
-        into.open(layout)
-        fill(connection, into.body(layout))
+        into.take_in(layout, lambda memory: fill(connection, memory))
         into.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
 
     def put_small(self, rank: int, generation: int, kind: str, step: Step, payload: bytes) -> None:

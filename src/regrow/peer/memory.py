@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -35,6 +35,8 @@ _CRC = struct.Struct("<I")
 _PAGE = 4096
 _ALIGN = 64
 _BLOCK = 1 << 20
+_SUB_BUFFER = 4 << 20
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 class Damaged(RuntimeError):
@@ -153,9 +155,6 @@ class Buffer:
     def seal(self, layout: Layout, index: dict[str, Any]) -> None:
         """All parts are written: from now on the snapshot is there."""
         text = json.dumps({**index, "offsets": layout.offsets}).encode()
-        self._reserve(layout.end + len(text))
-        assert self._map is not None
-        self._map[layout.end : layout.end + len(text)] = text
         line = index.get("line", ())
         if len(line) > _MOST_PAIRS:
             raise ValueError(f"the head of a snapshot has room for {_MOST_PAIRS} generations, not for {len(line)}")
@@ -164,16 +163,43 @@ class Buffer:
         facts = _FACTS.pack(_MAGIC, index["step"], generation, layout.end, len(text), checksum, len(line))
         facts += b"".join(_PAIR.pack(early, resumed) for early, resumed in line)
         facts += _CRC.pack(zlib.crc32(facts))
-        self._map[_FACTS.size : len(facts)] = facts[_FACTS.size :]
-        self._map[: _FACTS.size] = facts[: _FACTS.size]
+        with self._written(layout.end + len(text)) as descriptor:
+            _put(descriptor, text, layout.end)
+            _put(descriptor, facts[_FACTS.size :], _FACTS.size)
+            _put(descriptor, facts[: _FACTS.size], 0)
 
     def drop(self) -> None:
         """Let nothing lie here; the memory is kept for the next one."""
-        if self._map is None and not self._path.exists():
-            return
-        self._reserve(_PAGE)
-        assert self._map is not None
-        self._map[: _FACTS.size] = bytes(_FACTS.size)
+        if self._path.exists():
+            with self._written(_PAGE) as descriptor:
+                _put(descriptor, bytes(_FACTS.size), 0)
+
+    def take_in(self, layout: Layout, fill: Callable[[memoryview], None]) -> None:
+        """Give up what lies here, and write all parts as they come, through a small buffer that is used again and again.
+
+        Not to memory that is mapped: to allocate and map all of it beforehand takes long, and nothing would come in
+        meanwhile.
+        """
+        self.drop()
+        room = memoryview(bytearray(min(_SUB_BUFFER, layout.end - _PAGE)))
+        with self._written(layout.end) as descriptor:
+            for at in range(_PAGE, layout.end, _SUB_BUFFER):
+                block = room[: min(_SUB_BUFFER, layout.end - at)]
+                fill(block)
+                _put(descriptor, block, at)
+
+    @contextlib.contextmanager
+    def _written(self, need: int) -> Iterator[int]:
+        """Give a descriptor to write to, which takes as much memory as is written; ``NoRoom`` if there is none left."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            yield descriptor
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise NoRoom(_no_room(self._path.parent, need)) from None
+        finally:
+            os.close(descriptor)
 
     def _reserve(self, need: int) -> None:
         if self._map is not None and len(self._map) >= need:
@@ -188,7 +214,7 @@ class Buffer:
             # an older one goes with its views
             self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if error.errno not in _NO_ROOM:
                 raise
             raise NoRoom(_no_room(self._path.parent, need)) from None
         finally:
@@ -217,6 +243,14 @@ class Buffer:
         """Delete the file."""
         self._map = None
         self._path.unlink(missing_ok=True)
+
+
+def _put(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of it."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count
 
 
 def verify(index: dict[str, Any], parts: Sequence[memoryview], name: str) -> None:
