@@ -52,6 +52,21 @@ def test_what_does_not_fit_is_taken_less_often():
     assert every([], 100, 1, LINK, most=7) == 7
 
 
+@given(
+    spans=st.lists(st.floats(0, 3), max_size=5),
+    state=st.integers(0, 800),
+    copies=st.integers(0, 2),
+    latency=st.floats(0, 0.2),
+)
+def test_it_is_the_least_number_of_iterations_that_do(spans, state, copies, latency):
+    link = Link(bytes_s=100.0, latency_s=latency, buffer_bytes=400, parts=4, share=0.5)
+    fitting = [k for k in range(1, 30) if cut([*spans] * k, state, copies, link).spill_s == 0]
+    if any(link.fitting(0.5 * span) for span in spans):
+        assert every(spans, state, copies, link, most=30) == (fitting[0] if fitting else 30)
+    else:
+        assert every(spans, state, copies, link, most=30) == 30
+
+
 @pytest.mark.parametrize("wrong", [{"bytes_s": 0.0}, {"bytes_s": 1.0, "share": 1.5}, {"bytes_s": 1.0, "parts": 0}])
 def test_no_such_network(wrong):
     with pytest.raises(ValueError, match="give a bandwidth above 0"):

@@ -175,7 +175,7 @@ class Buffer:
                 _put(descriptor, bytes(_FACTS.size), 0)
 
     def take_in(self, layout: Layout, fill: Callable[[memoryview], None]) -> None:
-        """Give up what lies here, and write all parts as they come, through a small buffer that is used again and again.
+        """Give up what lies here, and write all parts as they come, through a small buffer that is used over and over.
 
         Not to memory that is mapped: to allocate and map all of it beforehand takes long, and nothing would come in
         meanwhile.

@@ -95,10 +95,19 @@ def cut(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link) -> 
 
 def every(spans_s: Sequence[float], state_bytes: int, copies: int, link: Link, *, most: int = 1000) -> int:
     """Return how many iterations a snapshot's traffic needs to fit their idle spans: take one so often."""
-    for k in range(1, most):
-        if cut([*spans_s] * k, state_bytes, copies, link).spill_s == 0:
-            return k
-    return most
+    capacity = sum(_capacity(link.share * span_s, link) for span_s in spans_s)
+    if not capacity:
+        return most
+    k = max(-(-copies * state_bytes // capacity), 1)  # at least: a copy may end in the middle of a span
+    while k < most and cut([*spans_s] * k, state_bytes, copies, link).spill_s > 0:
+        k += 1
+    return min(k, most)
+
+
+def _capacity(room_s: float, link: Link) -> int:
+    """Return how many bytes fit into a span at the most."""
+    whole = int(room_s // link.time_s(link.largest))
+    return whole * link.largest + link.fitting(room_s - whole * link.time_s(link.largest))
 
 
 def typical(iterations: Sequence[Sequence[float]], *, least: int = 3) -> tuple[float, ...] | None:

@@ -164,6 +164,7 @@ class Snapshots:
                 self._bad.add(step)
             else:
                 self._refused.add((step, node))
+                self._shelf.next(step).drop()  # it was brought here, and is no better for it
             self._say(f"{error}; it is not used")
             self._event("snapshot_damaged", step=step, why=str(error))
             raise PeerLost(str(error)) from error
