@@ -205,20 +205,13 @@ class Buffer:
         if self._map is not None and len(self._map) >= need:
             return
         need += need // 16  # optimizer state comes with the first update, an index may grow by a digit
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with self._written(need) as descriptor:
             there = os.fstat(descriptor).st_size
             if there < need:
                 # not ftruncate alone: a page that cannot be had later would end this process with SIGBUS
                 os.posix_fallocate(descriptor, there, need - there)
             # an older one goes with its views
             self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            raise NoRoom(_no_room(self._path.parent, need)) from None
-        finally:
-            os.close(descriptor)
 
     # reading ---------------------------------------------------------------------------------------------------------
 
