@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline bench-peer chaos chaos-hosts format clean
+.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline bench-peer scar chaos chaos-hosts format clean
 
 setup: $(READY)
 
@@ -48,6 +48,9 @@ bench-pipeline: setup
 
 bench-peer: setup system
 	$(BIN)/python bench/peer.py
+
+scar: setup
+	$(BIN)/python bench/scar.py
 
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 500
