@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline bench-peer scar chaos chaos-hosts format clean
+.PHONY: setup system check test test-all demo demo-pipeline demo-hosts bench bench-pipeline bench-peer bench-disk bench-ladder bench-policies scar chaos chaos-disk chaos-hosts format clean
 
 setup: $(READY)
 
@@ -49,11 +49,23 @@ bench-pipeline: setup
 bench-peer: setup system
 	$(BIN)/python bench/peer.py
 
+bench-disk: setup
+	$(BIN)/python bench/disk.py
+
+bench-ladder: setup
+	$(BIN)/python bench/ladder.py
+
+bench-policies: setup
+	$(BIN)/python bench/policies.py
+
 scar: setup
 	$(BIN)/python bench/scar.py
 
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 500
+
+chaos-disk: setup
+	$(BIN)/python bench/chaos_disk.py --kills 100
 
 chaos-hosts: setup system
 	$(BIN)/python bench/chaos_hosts.py --cuts 50

@@ -117,7 +117,7 @@ def train(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
         with step:
             began = time.perf_counter()
             trainer.step()
-        log.write(step=step.index + first, step_s=time.perf_counter() - began)
+        log.write(step=step.index + first, step_s=time.perf_counter() - began, completed=step.completed)
         if step.index + first + 1 == args.checkpoint_at and run.rank == 0 and first == 0:
             state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
             torch.save({**state, "step": args.checkpoint_at}, args.out / "checkpoint.tmp")

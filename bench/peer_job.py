@@ -34,7 +34,7 @@ class Modes:
     """Stands before a run's snapshots, and takes them in the way that is up."""
 
     def __init__(self, run: regrow.Run) -> None:
-        self._snapshots = run._snapshots  # type: ignore[attr-defined]
+        self._snapshots = run._parts.snapshots  # type: ignore[attr-defined]
         self._begin = self._snapshots.begin
         self._paced = self._snapshots._pacer.pace
         self._snapshots.begin = self.begin

@@ -86,7 +86,7 @@ class Trainer:
 
 def make_synchronous(run: regrow.Run, directory: Path) -> None:
     """Let every message be on the disk before it is sent, as logging without a background thread would have it."""
-    journal = run._stages._journal  # type: ignore[attr-defined]
+    journal = run._parts.stages._journal  # type: ignore[attr-defined]
     append = journal.append
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / f"synchronous-{run.rank}").open("wb")
@@ -103,7 +103,7 @@ def make_synchronous(run: regrow.Run, directory: Path) -> None:
 
 def slow_down(run: regrow.Run, mb_s: float) -> None:
     """Let the journal's disk take no more than this."""
-    journal = run._stages._journal  # type: ignore[attr-defined]
+    journal = run._parts.stages._journal  # type: ignore[attr-defined]
     spill = journal._spill
 
     def slowly(segment: Any) -> None:
@@ -150,7 +150,7 @@ def compare(run: regrow.Run, log: Log, args: argparse.Namespace) -> None:
     journal = None
     for number in range(args.steps):
         if number == 1:
-            journal = run._stages._journal  # type: ignore[attr-defined]
+            journal = run._parts.stages._journal  # type: ignore[attr-defined]
             if args.synchronous:
                 make_synchronous(run, args.out)
         before = 0 if journal is None else journal.bytes_appended

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,6 +34,16 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def thorough(test: Callable[..., None]) -> Callable[..., None] | None:
+    """Leave a test to `make test-all`: starting a job takes seconds, and all of them together too long."""
+    return test if os.environ.get("REGROW_TEST_ALL") else None
+
+
+def cases(*usual: Any, rest: Sequence[Any]) -> list[Any]:
+    """Return a test's cases; the rest of them, for the same reason, in `make test-all` alone."""
+    return [*usual, *(rest if os.environ.get("REGROW_TEST_ALL") else ())]
 
 
 @dataclass
@@ -113,6 +124,7 @@ def run_hosts(
     racks: tuple[str, ...] = (),
     port: int | None = None,
     env: dict[str, str] | None = None,
+    own_flags: Callable[[int], tuple[str, ...]] = lambda host: (),
     **more,
 ) -> list[Job]:
     """Run one job on several hosts: agents of this machine, each with an address of its own. Standbys come last."""
@@ -124,6 +136,7 @@ def run_hosts(
         own += ("--node-rank", str(number)) if number < hosts else ("--standby",)
         own += ("--host-addr", f"127.0.0.{number + 1}")
         own += ("--snapshot-domain", racks[number]) if racks else ()
+        own += own_flags(number)
         jobs[number] = run_job(*args, flags=(*own, *flags), env={"REGROW_TOKEN": "secret", **(env or {})}, **more)
 
     threads = [

@@ -177,7 +177,8 @@ def test_iteration_gives_the_rest_of_the_epoch() -> None:
     take(loader, 2)
     assert len(loader) == 5
     assert len(list(loader)) == 3
-    assert loader.state_dict() == {"epoch": 1, "batch": 0, "seed": 0, "samples": 20, "global_batch": 4}
+    start = {"epoch": 1, "batch": 0, "skipped": 0}
+    assert loader.state_dict() == {**start, "seed": 0, "samples": 20, "global_batch": 4}
     assert len(list(loader)) == 5
 
 
@@ -190,18 +191,23 @@ def test_the_seed_comes_with_the_cursor() -> None:
     assert other.state_dict()["seed"] == 5
 
 
-def test_a_cursor_of_another_shape_is_refused() -> None:
+def test_a_cursor_of_another_dataset_or_of_no_place_is_refused() -> None:
     loader = Loader(Noisy(), 4, rank=0, world_size=1)
-    with pytest.raises(ValueError, match="global_batch=8, here global_batch=4"):
-        loader.load_state_dict({"epoch": 3, "batch": 2, "global_batch": 8})
-    with pytest.raises(ValueError, match="samples=30"):
+    with pytest.raises(ValueError, match="at batch 2 of an epoch with samples=30, here samples=20"):
         loader.load_state_dict({"epoch": 3, "batch": 2, "samples": 30})
+    with pytest.raises(ValueError, match="at batch 0 of an epoch with samples=30, here samples=20"):
+        loader.load_state_dict({"epoch": 3, "batch": 0, "skipped": 4, "samples": 30})
     with pytest.raises(ValueError, match="batch 5 is not in an epoch of 5"):
         loader.load_state_dict({"epoch": 3, "batch": 5})
-    with pytest.raises(ValueError, match="not a position"):
-        loader.load_state_dict({"epoch": -1, "batch": 0})
+    with pytest.raises(ValueError, match="batch 3 is not in an epoch of 3"):
+        loader.load_state_dict({"epoch": 3, "batch": 3, "global_batch": 8})
+    with pytest.raises(ValueError, match="batch 4 is not in an epoch of 4"):
+        loader.load_state_dict({"epoch": 3, "batch": 4, "skipped": 6})
+    for nowhere in ({"epoch": -1}, {"batch": -1}, {"skipped": -1}):
+        with pytest.raises(ValueError, match="not a position"):
+            loader.load_state_dict({"epoch": 0, "batch": 0, **nowhere})
     assert loader.epoch == 0
-    loader.load_state_dict({"epoch": 3, "batch": 0, "global_batch": 8})
+    loader.load_state_dict({"epoch": 3, "batch": 0, "global_batch": 8, "samples": 30})
     assert loader.epoch == 3
 
 

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from harness import check, run_job, undisturbed
+from harness import cases, check, run_job, undisturbed
 from regrow import events
 from regrow.testing import Fault
 
@@ -86,33 +86,29 @@ def test_a_loss_that_is_heard_of_between_two_steps():
     assert [event["error"] for event in job.events("woken") if event["rank"] == 0] == [None]
 
 
+BETWEEN = [Fault(point="before_forward", rank=1, step=1)]
+TWO_BETWEEN = [Fault(point="before_forward", rank=rank, step=1) for rank in (0, 2)]
+MIDDLE = [Fault(point="in_backward", rank=2, step=0, nth=3)]
 AROUND_REBUILDING = {
     # all survivors stand between the first two steps
-    "two-between": (("--wait-free",), (1,), [Fault(point="before_forward", rank=rank, step=1) for rank in (0, 2)]),
+    "two-between": (("--wait-free",), (1,), TWO_BETWEEN),
     # buckets are rebuilt in the middle of the step that must then begin with the first ones again
-    "accumulating": (("--accumulate", "2", "--sync-all"), (), [Fault(point="in_backward", rank=2, step=0, nth=3)]),
+    "accumulating": (("--accumulate", "2", "--sync-all"), (), MIDDLE),
     # the same, and rank 1 had to take rank 0's buckets, since its own gradients come in another order
-    "orders-differ": (
-        ("--accumulate", "2", "--sync-all", "--fork"),
-        (),
-        [Fault(point="in_backward", rank=2, step=0, nth=3)],
-    ),
+    "orders-differ": (("--accumulate", "2", "--sync-all", "--fork"), (), MIDDLE),
+    "between": ((), (0, 2), BETWEEN),
+    "two-between-plain": ((), (1,), TWO_BETWEEN),
+    # no update in the first step, so no rebuilding before it
+    "no-update": (("--idle-at", "0"), (0, 2), BETWEEN),
+    # rank 0 stands between the first two steps while another is in the second one
+    "some-between": ((), (0,), BETWEEN),
+    # rank 0, whose layout counts, is lost with its first update
+    "after-update": ((), (), [Fault(point="after_update", rank=0, step=0)]),
 }
-if os.environ.get("REGROW_TEST_ALL"):
-    one = [Fault(point="before_forward", rank=1, step=1)]
-    AROUND_REBUILDING |= {
-        "between": ((), (0, 2), one),
-        "two-between-plain": ((), *AROUND_REBUILDING["two-between"][1:]),
-        # no update in the first step, so no rebuilding before it
-        "no-update": (("--idle-at", "0"), (0, 2), one),
-        # rank 0 stands between the first two steps while another is in the second one
-        "some-between": ((), (0,), one),
-        # rank 0, whose layout counts, is lost with its first update
-        "after-update": ((), (), [Fault(point="after_update", rank=0, step=0)]),
-    }
+USUAL = ("two-between", "orders-differ")
 
 
-@pytest.mark.parametrize("case", AROUND_REBUILDING)
+@pytest.mark.parametrize("case", cases(*USUAL, rest=[case for case in AROUND_REBUILDING if case not in USUAL]))
 def test_a_loss_around_the_rebuilding_of_buckets(case):
     """DDP rebuilds its buckets after the first backward; every step must be summed in the order that it has alone."""
     more, lingering, faults = AROUND_REBUILDING[case]
@@ -148,7 +144,8 @@ def test_a_replacement_that_is_stopped_while_it_starts(tmp_path):
     thread.start()
     try:
         faults = [Fault(point="in_backward", rank=1, step=2)]
-        flags = ("--dead-after", "1", "--start-method", "spawn")  # a forked one has started before it could be stopped
+        # a forked one has started before it could be stopped; a slow disk may keep one waiting for a second
+        flags = ("--dead-after", "3", "--start-method", "spawn")
         job = check("--steps", "5", nproc=2, faults=faults, deaths=2, flags=flags, log_dir=tmp_path)
     finally:
         done.set()

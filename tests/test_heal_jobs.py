@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import psutil
 import pytest
 import torch
 
-from harness import Job, check, run_hosts, run_job, undisturbed
+from harness import Job, check, run_hosts, run_job, thorough, undisturbed
 from regrow.testing import Fault
 
 
+@thorough
 def test_options_of_ddp():
     faults = [
         Fault(point="in_backward", rank=2, step=0),
@@ -30,7 +33,8 @@ def test_everything_a_script_may_protect():
         Fault(point="after_update", rank=2, step=6),
     ]
     job = check(*args, nproc=3, faults=faults, deaths=2, spares=1)
-    assert "to the very bits" in "".join(job.plans())
+    # on a busy machine the others may hear of the loss before they have updated anything
+    assert re.search("to the very bits|no survivor had updated anything in step 6", "".join(job.plans())), job.plans()
 
 
 def states(job: Job, step: int, rank: int) -> list[torch.Tensor]:
@@ -58,6 +62,7 @@ def test_inexact_undo_is_close_and_replicas_agree():
                 assert job.ranks[rank]["losses"][step] == pytest.approx(loss, rel=1e-4)
 
 
+@thorough
 def test_a_model_without_own_state():
     """No dropout, no buffers, no loader: nothing is ever published within a step."""
     faults = [Fault(point="after_update", rank=0, step=2), Fault(point="in_backward", rank=1, step=4)]

@@ -268,3 +268,12 @@ def test_whatever_comes_the_world_stays_sound(events):
         if world.phase is Phase.TRAINING:
             assert world.holders or world.kept
         assert (world.exit_code is not None) == world.over
+
+
+def test_a_rank_may_be_through_before_others_are_set_up():
+    """A run that finds all its steps done does nothing between the two."""
+    world = after(new(2), SetupDone(0, 0), Finished(0, 0, 0))
+    assert not world.all_finished
+    assert after(world, SetupDone(1, 0), Finished(1, 0, 0)).all_finished
+    early = new(2)
+    assert decide(early, Finished(0, 0, 0)).world is early

@@ -137,6 +137,21 @@ def test_in_a_hurry_it_goes_beside_collectives(pair):
     assert pacer.hurried_bytes == 1000
 
 
+def test_beside_a_collective_that_stands_still_it_goes_on(pair, monkeypatch):
+    """It waits for a rank, and that one may wait for what is to be sent here."""
+    monkeypatch.setattr("regrow.run.pacing._STANDS_STILL_S", 0.2)
+    wires = Wires()
+    wires.left = 1 << 20
+    pacer = Pacer(wires, look=lambda: None, hurry=lambda: False)
+    began = time.monotonic()
+    issue(wires.activity)
+    threading.Timer(0.4, setattr, (wires, "left", 0)).start()  # until then it is the network that it waits for
+    assert pacer.pace(pair[0], 1000) == 1000
+    assert time.monotonic() - began > 0.35
+    pacer.spans_s = (1.0,)
+    pacer.until_room(0.1)
+
+
 def test_the_end_of_a_generation_ends_the_wait(pair):
     wires = Wires()
     over = threading.Event()

@@ -14,7 +14,7 @@ from harness import run_job
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "regrow"
 
-BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence", "door"}
+BOTTOM = {"ids", "errors", "wire", "events", "slots", "lifeline", "fence", "door", "rules"}
 MAY_KNOW = {
     "ids": set(),
     "errors": set(),
@@ -25,8 +25,9 @@ MAY_KNOW = {
     "fence": set(),
     "door": {"wire"},
     "sizes": set(),
+    "rules": set(),
     "files": set(),
-    "plan": {"ids", "errors", "sizes"},
+    "plan": {"ids", "errors", "sizes", "rules"},
     "undo": {"errors", "optim"},
     "optim": set(),
     "data": {"errors"},
@@ -37,7 +38,8 @@ MAY_KNOW = {
     "dial": set(),
     "journal": {"errors", "wire", "dial", "door"},
     "courier": {"errors", "wire", "dial", "door"},
-    "state": {"ids", "errors", "plan", "slots", "testing"},
+    "state": {"ids", "errors", "plan", "slots", "testing", "files"},
+    "disk": {"ids", "state", "files"},
     "peer": {"ids", "wire", "dial", "door", "slots"},
     "iterative": {"plan", "files"},
     "fsdp": set(),
@@ -56,15 +58,19 @@ MAY_KNOW = {
         "journal",
         "courier",
         "peer",
+        "disk",
+        "iterative",
         "sizes",
         "updates",
     },
     "agent": {*BOTTOM, "peer"},
     "report": {"events"},
+    "explain": {"events", "errors", "plan", "rules"},
     "logging_plan": {"plan", "sizes"},
     "placement_plan": {"plan", "sizes"},
     "profile": {"events", "sizes"},
-    "cli": {"agent", "report", "profile", "logging_plan", "placement_plan"},
+    "checkpoints": {"disk", "sizes"},
+    "cli": {"agent", "rules", "report", "explain", "profile", "checkpoints", "logging_plan", "placement_plan"},
 }
 
 
@@ -95,7 +101,7 @@ def test_imports_point_downwards():
 
 
 def test_every_public_name_is_there():
-    assert regrow.__all__ == ["Run", "Step", "init", "per_rank", "state_digest"]
+    assert regrow.__all__ == ["Approximate", "Run", "Step", "init", "per_rank", "state_digest"]
     assert all(getattr(regrow, name) is not None for name in regrow.__all__)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import Job, run_job
+from harness import Job, run_job, thorough
 from regrow.testing import Fault
 
 SCRIPT = Path(__file__).parent / "scripts" / "pipeline.py"
@@ -96,6 +96,7 @@ def test_the_first_stage_of_one_of_two_pipelines():
     assert "copy     rank 2: everything at step 3 from rank 0" in job.plans()[0]
 
 
+@thorough
 def test_a_collective_between_stages():
     faults = [Fault(point="in_backward", rank=1, step=8, nth=2)]
     check("--steps", "11", "--mean", "--schedule", "hand", nproc=3, faults=faults, spares=1)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import Job, run_job
+from harness import Job, cases, run_job
 from regrow.testing import Fault
 from test_pipeline import JOURNALED, SCRIPT, undisturbed
 
-WIDE = ("--steps", "18", "--width", "1024")
-"""A checkpoint has 0.4 MB at step 0 and 1.2 MB later, of both ranks together."""
+WIDE = ("--steps", "18", "--width", "1024", "--slow-s", "0.01")
+"""A checkpoint has 0.4 MB at step 0 and 1.2 MB later, of both ranks together. Steps are slow enough for one rank not to
+write its second one before the other has written its first."""
 
 
 @contextlib.contextmanager
@@ -38,7 +39,9 @@ def same_result(job: Job, expected: Job) -> None:
     assert job.digests() == expected.digests(), job.output
 
 
-@pytest.mark.parametrize("flags", [JOURNALED, ()], ids=["journaled", "everyone-goes-back"])
+@pytest.mark.parametrize(
+    "flags", cases(JOURNALED, rest=[()]), ids=lambda flags: "journaled" if flags else "everyone-goes-back"
+)
 def test_no_room_for_a_later_checkpoint(tmp_path, flags):
     """Steps 0 and 5 fit, 10 and 15 do not, or not on both ranks: they are never committed."""
     faults = [Fault(point="in_backward", rank=rank, step=step, nth=2) for rank, step in ((1, 13), (0, 17))]
@@ -89,7 +92,7 @@ def test_no_room_for_the_journal(tmp_path, whole):
     faults = [Fault(point="in_backward", rank=1, step=18, nth=2)]
     logs = tmp_path / "logs"
     flags = (*JOURNALED, "--journal-memory", "1")
-    with small_disk(logs if whole else logs / "scratch", "2m"):
+    with small_disk(logs if whole else logs / "scratch", "3m"):
         job = run_job(
             *LONG, "--checkpoint-dir", str(tmp_path / "saved"), nproc=2, script=SCRIPT, faults=faults, flags=flags,
             spares=1, log_dir=logs,

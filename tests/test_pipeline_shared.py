@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness import cases, thorough
 from regrow.testing import Fault
 from test_pipeline import JOURNALED, check
 
@@ -17,7 +18,7 @@ def shared_steps(job, helpers: int) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", cases("1f1b", rest=["gpipe", "interleaved"]))
 def test_first_middle_and_last_stage_of_every_schedule(schedule):
     faults = [Fault(point="in_backward", rank=rank, step=step, nth=3) for rank, step in ((1, 9), (3, 14), (0, 19))]
     args = (*SHARED, "--schedule", schedule, "--steps", "21", "--every", "5")
@@ -42,6 +43,7 @@ def test_as_many_help_as_make_it_faster():
     assert event["helpers"] == [0, 2] and event["steps"]["2"] >= 1, event
 
 
+@thorough
 def test_under_autocast():
     args = (*SHARED, "--autocast", "--steps", "12", "--every", "10")
     job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1, flags=BY_THREE)
@@ -63,6 +65,7 @@ def test_a_helper_that_has_completed_the_last_step():
     assert shared_steps(job, 2) >= 6, job.output
 
 
+@thorough
 def test_a_schedule_that_runs_twice_in_a_step_adds_to_the_gradients_of_the_first_time():
     args = (*SHARED, "--twice", "--steps", "12", "--every", "10")
     job = check(*args, nproc=4, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)
@@ -72,12 +75,14 @@ def test_a_schedule_that_runs_twice_in_a_step_adds_to_the_gradients_of_the_first
     )  # so many are tried, whatever they give
 
 
+@thorough
 def test_a_loss_that_draws_random_numbers_is_noticed():
     args = (*SHARED, "--noisy-loss", "--steps", "12", "--every", "10")
     job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=2, step=9)], spares=1, flags=BY_THREE)
     assert "rank 2: the replay goes on without help: something else than its forward draws" in job.output, job.output
 
 
+@thorough
 def test_averages_of_batch_norm_are_made_alone():
     args = ("--share", "--microbatches", "8", "--steps", "12", "--every", "10")
     job = check(*args, nproc=3, faults=[Fault(point="in_backward", rank=1, step=9)], spares=1)
@@ -92,6 +97,7 @@ def test_draws_that_depend_on_the_input_are_noticed_and_done_alone():
     assert "shared" in job.plans()[0] and "shared" not in job.plans()[-1], job.plans()
 
 
+@thorough
 def test_hooks_of_the_script_are_not_forgotten():
     """They change the gradients of every micro-batch; what ``build_stage`` gives has none."""
     args = ("--share", "unhooked", *SHARED[1:], "--steps", "12", "--every", "10")
@@ -101,12 +107,14 @@ def test_hooks_of_the_script_are_not_forgotten():
 
 @pytest.mark.parametrize(
     "how, said",
-    [
-        ("raises", "build_stage raised ValueError: no such stage here"),
-        ("smaller", "build_stage gives something else than the stage: other parameters, buffers, parts or hooks"),
-        ("otherwise", "build_stage gives something else than the stage"),
+    cases(
         ("elsewhere", "its build_stage computes something else than this rank's stage"),
-    ],
+        rest=[
+            ("raises", "build_stage raised ValueError: no such stage here"),
+            ("smaller", "build_stage gives something else than the stage: other parameters, buffers, parts or hooks"),
+            ("otherwise", "build_stage gives something else than the stage"),
+        ],
+    ),
 )
 def test_a_helper_that_builds_something_else_is_not_used(how, said):
     args = ("--share", how, *SHARED[1:], "--steps", "12", "--every", "10")
@@ -115,6 +123,7 @@ def test_a_helper_that_builds_something_else_is_not_used(how, said):
     assert shared_steps(job, 1) >= 6 and not shared_steps(job, 2), job.events("replay_shared")
 
 
+@thorough
 def test_helpers_with_another_backward_or_a_forward_that_raises_are_not_used():
     """Nothing but computing a micro-batch shows it: they are built of the same parts."""
     args = ("--share", "unlike", *SHARED[1:], "--steps", "12", "--every", "10")

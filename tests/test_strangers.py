@@ -104,7 +104,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", harness.cases("data parallel", "pipeline", rest=["sharded"]))
 def test_strangers_at_every_port(tmp_path, kind):
     """On two hosts, a pipeline has every kind of port that there is."""
     script, hosts, served = SCRIPTS / KINDS[kind][0], KINDS[kind][1], KINDS[kind][2]

@@ -32,8 +32,9 @@ def test_points_are_the_promised_ones() -> None:
     assert POINTS == (
         "before_forward", "in_backward", "between_updates", "after_update", "before_transfer", "after_transfer",
         "replacement_setup", "step_end", "rejoin", "helping",
-        "checkpoint_write", "checkpoint_written", "checkpoint_commit", "snapshot_copy", "snapshot_taken",
-        "snapshot_send",
+        "checkpoint_write", "checkpoint_written", "checkpoint_commit",
+        "disk_copy", "disk_write", "disk_written", "disk_rename", "disk_mark", "disk_commit",
+        "snapshot_copy", "snapshot_taken", "snapshot_send",
     )  # fmt: skip
     assert all(MEANINGS.values())
 

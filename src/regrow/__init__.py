@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regrow.digest import state_digest
     from regrow.run import Run, Step, init
+    from regrow.run.approximate import Approximate
     from regrow.state.registry import per_rank
 
-__all__ = ["Run", "Step", "init", "per_rank", "state_digest"]
+__all__ = ["Approximate", "Run", "Step", "init", "per_rank", "state_digest"]
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Approximate": "regrow.run.approximate",
     "Run": "regrow.run",
     "Step": "regrow.run",
     "init": "regrow.run",

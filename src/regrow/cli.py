@@ -1,10 +1,12 @@
-"""The ``regrow`` command: ``run`` starts a job, ``report`` and ``profile`` tell of one, ``plan`` thinks ahead."""
+"""The ``regrow`` command: ``run`` starts a job; ``report``, ``explain``, ``profile``, ``checkpoints`` tell of one."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from regrow.rules import Source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +17,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("run", add_help=False, help="start a training script on this host (torchrun's flags and more)")
     report = commands.add_parser("report", help="print what failed in a run, what was done, and how long it took")
     report.add_argument("directory", metavar="DIR", help="the run's log directory")
+    explain = commands.add_parser(
+        "explain",
+        help="make past decisions of a run again: what it could be healed from, and why it took what it took",
+        description="Make the decisions of a run again, with the planner that is installed, from what was held then. "
+        "Prints each source that there was, the time that was expected of it and how that was made up; and whether "
+        "the decision is the same.",
+    )
+    explain.add_argument("events", metavar="EVENTS", help="the run's log directory, or one of its events files")
+    explain.add_argument("--generation", type=int, metavar="N", help="only this one")
+    explain.add_argument(
+        "--force",
+        choices=[source.value for source in Source],
+        help="what would have been done with --force-source SOURCE",
+    )
     profile = commands.add_parser(
         "profile",
         help="make the profile that `plan logging` reads, from the events of a pipeline run",
@@ -35,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.add_argument(
         "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints, if not as in the run"
     )
+    checkpoints = commands.add_parser("checkpoints", help="list and verify the checkpoints of a job")
+    checkpoints.add_argument("directory", metavar="DIR", help="what was given to --ckpt-dir")
+    checkpoints.add_argument("--no-verify", action="store_true", help="do not read them whole to compare checksums")
     plans = commands.add_parser("plan", help="choose settings before a run").add_subparsers(
         dest="what", metavar="WHAT", required=True
     )
@@ -72,6 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from regrow.report import print_report
 
             return print_report(args.directory)
+        if args.command == "explain":
+            from regrow.explain import print_decisions
+
+            return print_decisions(args)
         if args.command == "profile":
             from regrow.profile import print_profile
 
@@ -79,6 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return print_profile(args)
             except ValueError as error:
                 profile.error(str(error))
+        if args.command == "checkpoints":
+            from regrow.checkpoints import print_checkpoints
+
+            try:
+                return print_checkpoints(args)
+            except ValueError as error:
+                checkpoints.error(str(error))
         if args.command == "plan" and args.what == "placement":
             from regrow.placement_plan import plan_placement
 

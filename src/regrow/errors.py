@@ -5,6 +5,7 @@
     |-- Superseded        a newer generation began while an older one was being joined (internal, healed)
     |-- LinkLost          the agent of this host is gone; the worker must end
     |-- Unrecoverable     nothing that still exists can restore the state; says what was lost
+    |   `-- StartOver     a policy's own: nothing was saved yet to go back to (internal, all start from the beginning)
     |-- SetupDiverged     a replacement's set-up asked for other collectives than the first time
     `-- UndoUnsupported   an optimizer (or an option of it) whose step cannot be taken back; raised by ``protect``
 
@@ -41,6 +42,10 @@ class LinkLost(RegrowError):
 
 class Unrecoverable(RegrowError):
     """No surviving source can restore the state."""
+
+
+class StartOver(Unrecoverable):
+    """Nothing was saved yet that everyone could go back to; those who hold state give it up, too."""
 
 
 class SetupDiverged(RegrowError):

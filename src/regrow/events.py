@@ -43,10 +43,10 @@ class EventLog:
         self._file.close()
 
 
-def read(directory: Path | str) -> list[dict[str, Any]]:
-    """Return all nodes' events by time. A last line that was torn by a crash is left out."""
+def read(where: Path | str) -> list[dict[str, Any]]:
+    """Return all nodes' events by time, or those of one file. A last line that was torn by a crash is left out."""
     events: list[dict[str, Any]] = []
-    for path in sorted(Path(directory).glob("events.*.jsonl")):
+    for path in [Path(where)] if Path(where).is_file() else sorted(Path(where).glob("events.*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event = json.loads(line)

@@ -17,9 +17,19 @@ from regrow import events
 Event = dict[str, Any]
 
 _EARLY_S = 1.0
-_PHASES = ("severed", "replacement ready", "reconnected", "planned", "transferred", "resumed", "replayed")
-_OPTIONAL = frozenset({"replayed"})
-"""Phases that most failures do not have: only a stage of a pipeline without a replica is replayed."""
+_PHASES = (
+    "severed",
+    "replacement ready",
+    "reconnected",
+    "planned",
+    "transferred",
+    "resumed",
+    "replayed",
+    "set up anew",
+)
+_OPTIONAL = frozenset({"replayed", "set up anew"})
+"""Phases that most failures do not have: only a stage of a pipeline without a replica is replayed; all start anew where
+that is the policy, or nothing is left to go on from."""
 _PHASE_OF = {
     "woken": "severed",
     "replacement_ready": "replacement ready",
@@ -28,6 +38,7 @@ _PHASE_OF = {
     "transferred": "transferred",
     "resumed": "resumed",
     "replayed": "replayed",
+    "training": "set up anew",
 }
 
 
@@ -50,8 +61,13 @@ class Failure:
     @property
     def total_s(self) -> float | None:
         """From being noticed until the last rank went on, replays included; None if that never came."""
-        resumed = self.reached_s.get("resumed")
-        return None if resumed is None else max(resumed, self.reached_s.get("replayed", 0.0))
+        went_on = _went_on(self.reached_s)
+        return None if went_on is None else max(went_on, self.reached_s.get("replayed", 0.0))
+
+
+def _went_on(reached: dict[str, float]) -> float | None:
+    """Return when all trained again: with the state that they were given, or after another set-up."""
+    return reached.get("resumed", reached.get("set up anew"))
 
 
 def failures(run: Iterable[Event]) -> list[Failure]:
@@ -85,7 +101,11 @@ def _failure(run: list[Event], index: int) -> Failure:
         at = "" if near.get("step") is None else f" at step {near['step']}"
         who.append(f"rank {loss['rank']} died ({loss['why']}){at}")
     plan = next((event for event in mine if event["event"] == "plan"), {})
-    steps = [event["step"] for event in mine if event["event"] == "resumed" and event.get("step") is not None]
+    steps = [
+        event["step"] for event in mine if event["event"] in ("resumed", "begun_from") and event.get("step") is not None
+    ]
+    if not steps and "set up anew" in reached:
+        steps = [0]
     return Failure(
         generation=generation,
         noticed_t=noticed_t,
@@ -117,14 +137,13 @@ def _shared(mine: list[Event]) -> str:
 
 
 def _how_it_ended(run: list[Event], index: int, reached: dict[str, float]) -> str:
+    went_on = _went_on(reached)
     for event in run[index + 1 :]:
-        if event["event"] == "generation" and (
-            "resumed" not in reached or float(run[index]["t"]) + reached["resumed"] > float(event["t"])
-        ):
+        if event["event"] == "generation" and (went_on is None or float(run[index]["t"]) + went_on > float(event["t"])):
             return f"overtaken by generation {event['generation']}"
-        if event["event"] == "failed" and "resumed" not in reached:
+        if event["event"] == "failed" and went_on is None:
             return f"the run failed: {event.get('reason', '')}"
-    return "" if "resumed" in reached else "nobody said that it went on"
+    return "" if went_on is not None else "nobody said that it went on"
 
 
 def render(run: list[Event]) -> str:
@@ -133,7 +152,8 @@ def render(run: list[Event]) -> str:
     began = next((event for event in run if event["event"] == "run_started"), first)
     ended = next((event for event in reversed(run) if event["event"] in ("done", "failed")), None)
     size = f", {_count(began['world_size'], 'worker')}" if "world_size" in began else ""
-    lines = [f"run {first.get('run', '?')}{size}, started {_date(began['t'])}"]
+    policy = "" if began.get("policy", "ladder") == "ladder" else f", policy {began['policy']}"
+    lines = [f"run {first.get('run', '?')}{size}{policy}, started {_date(began['t'])}"]
     found = failures(run)
     for failure in found:
         lines += ["", *_block(failure)]
@@ -149,7 +169,7 @@ def render(run: list[Event]) -> str:
             f"{sum(healed) / len(healed):.3f} s on average, {max(healed):.3f} s at most"
         )
     lines.append(f"moved in all: {_bytes(sum(failure.bytes_in for failure in found))}")
-    lines += _snapshots(run)
+    lines += _snapshots(run) + _checkpoints(run)
     if ended is None:
         lines.append("the run has no end: it goes on, or its agent was killed")
     else:
@@ -170,6 +190,20 @@ def _snapshots(run: list[Event]) -> list[str]:
     ]
 
 
+def _checkpoints(run: list[Event]) -> list[str]:
+    """Say how many checkpoints are on storage, and what they have cost the rank that paid most."""
+    done = [event for event in run if event["event"] == "disk_committed"]
+    if not done:
+        return []
+    newest = max(done, key=lambda event: float(event["t"]))
+    told = [float(event["waited_s"]) for event in run if event["event"] == "disk"]
+    waited = f", for which updates waited {max(told):.4f} s since the last set-up" if told else ""
+    return [
+        f"checkpoints: of {_count(len({event['step'] for event in done}), 'step')}, {_bytes(int(newest['bytes']))} "
+        f"each, the last one of step {newest['step']}{waited}"
+    ]
+
+
 def _block(failure: Failure) -> list[str]:
     title = "; ".join(failure.who) if failure.who else "nobody died"
     lines = [f"generation {failure.generation}: {title}", f"  why      {failure.reason}"]
@@ -183,7 +217,7 @@ def _block(failure: Failure) -> list[str]:
     before = 0.0
     for phase in _PHASES:
         at = failure.reached_s.get(phase)
-        if at is None and phase in _OPTIONAL:
+        if at is None and (phase in _OPTIONAL or "set up anew" in failure.reached_s):
             continue
         if at is None:
             lines.append(f"  {phase:18} -")

@@ -47,6 +47,8 @@ class Updates:
         self._versions: dict[int, int] = {}
         self.before_update: Callable[[], None] = lambda: None
         """Called before each update by the user's ``optimizer.step()``."""
+        self.before_early_update: Callable[[], None] = lambda: None
+        """Called, wait-free, before the first reduction after which parameters are updated."""
         for optimizer in registry.optimizers.values():
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
@@ -106,7 +108,7 @@ class Updates:
         """Return which of the updated can be taken back, whether exactly, and why not the others."""
         able, exact, why = [], True, ""
         if not self._undo:
-            return Indices(), exact, "updates of sharded parameters are not taken back"
+            return Indices(), exact, "updates are not taken back here, but overwritten"
         for index in self._updated:
             param = self._registry.params[index]
             ledger = self._ledger(param)
@@ -145,12 +147,12 @@ class Updates:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.before_update()
-        if self._undo:
-            with self._lock:
-                self._hide_early(optimizer)
+        with self._lock:
+            self._hide_early(optimizer)
+            if self._undo:
                 self._ledgers[id(optimizer)].before()
-        else:
-            self._mark(self._registry.of_optimizer(optimizer))  # whatever comes of it, the old values are gone
+            else:
+                self._mark(self._registry.of_optimizer(optimizer))  # whatever comes of it, the old values are gone
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._lock:
@@ -186,6 +188,8 @@ class Updates:
 
     def reducing(self, bucket: Bucket) -> None:
         """A bucket's reduction is about to be issued."""
+        if not self._due:
+            self.before_early_update()
         if bucket.index > 0:
             self._between_updates()
         for tensor in bucket.params:
@@ -227,11 +231,13 @@ class Updates:
     def _update(self, pairs: list[tuple[Param, torch.Tensor]]) -> None:
         optimizer = pairs[0][0].optimizer
         assert optimizer is not None
-        ledger = self._ledgers[id(optimizer)]
+        ledger = self._ledgers.get(id(optimizer))
         tensors, grads = [param.tensor for param, _ in pairs], [grad for _, grad in pairs]
-        ledger.before(tensors, grads)
+        if ledger is not None:
+            ledger.before(tensors, grads)
         pieces.step(optimizer, tensors, grads, elementwise=rule_for(optimizer).steps_elementwise)
-        ledger.after(tensors)
+        if ledger is not None:
+            ledger.after(tensors)
         self._early.update(param.index for param, _ in pairs)
         self._mark(param for param, _ in pairs)
 

@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -121,7 +122,7 @@ def damage(what: str, run: regrow.Run) -> None:
         raw[-5] ^= 1
         found[0].write_bytes(raw)
     else:
-        journal = run._stages._journal
+        journal = run._parts.stages._journal
         assert journal.read(6, 1)  # by then it has its checksum
         entry = next(rows[0] for channel, rows in journal._index[6].items() if channel.peer == 1)
         entry.segment.memory[entry.start + entry.length - 64] ^= 1
@@ -139,6 +140,12 @@ def die_together(out: Path, rank: int, count: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values(model: nn.Module) -> list[float]:
+    """Return all parameters, if they are few: some tests have small disks."""
+    whole = torch.cat([param.detach().flatten() for param in model.parameters()])
+    return whole.tolist() if len(whole) < 10_000 else []
 
 
 def main() -> None:
@@ -160,6 +167,8 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true", help="run the schedule twice in each step")
     parser.add_argument("--norm", choices=["batch", "layer", "none"], default="batch")
     parser.add_argument("--slow-s", type=float, default=0.0)
+    parser.add_argument("--approximate", action="store_true")
+    parser.add_argument("--lose", type=int, nargs=2, help="a step, and a rank that dies in it with its checkpoints")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     faulthandler.register(signal.SIGWINCH)
@@ -216,8 +225,10 @@ def main() -> None:
         stage=place,
         checkpoint_every=args.every,
         checkpoint_dir=args.checkpoint_dir,
+        approximate=args.approximate,
         **extras,
     )
+    began = values(model)
     losses: dict[int, float] = {}
     attempts: list[int] = []
     for step in run.steps(args.steps):
@@ -227,6 +238,9 @@ def main() -> None:
                 damage(args.damage, run)
             if step.index in args.die[:1] and run.rank in args.die[1:]:
                 die_together(args.out, run.rank, len(args.die) - 1)
+            if args.lose == [step.index, run.rank] and step.attempt == 0 and run.generation == 0:
+                shutil.rmtree(run._parts.stages.checkpoints._directory)
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             found: list[torch.Tensor] = []
             if args.slow_s:
@@ -255,6 +269,8 @@ def main() -> None:
         "rank": run.rank,
         "digest": regrow.state_digest(model, optimizer, scheduler.state_dict(), {"rng": torch.get_rng_state()}),
         "losses": losses,
+        "values": values(model),
+        "began": began,
         "attempts": attempts,
         "pid": os.getpid(),
     }

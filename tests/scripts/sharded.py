@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,8 +49,14 @@ def sharded(how: str, world: int, mixed: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def sums(params: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of whole parameters, wherever their parts are."""
+    whole = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in params.items()}
+    return {name.removeprefix("module."): float(param.double().sum()) for name, param in whole.items()}
+
+
 def damage(run: regrow.Run, which: str) -> None:
-    run._snapshots.settle()
+    run._parts.snapshots.settle()
     found = run._shelf.whole()
     if which == "gone":
         run._shelf.remove()
@@ -85,19 +92,27 @@ class Strikes:
             if self._run.generation == 0:  # whoever takes its place on another host does not find that mark
                 lose_host()
             return
-        if what in ("forget", "unlearn"):
-            self._run._snapshots.abandon()
-        if what == "forget":
+        if what == "lose":
+            self._run._parts.snapshots._task.over.wait(10)  # everyone has come to this step, too
+        if what in ("forget", "unlearn", "drop", "lose"):
+            self._run._parts.snapshots.abandon()
+        if what in ("forget", "drop", "lose"):
             self._run._shelf.remove()
         if what == "unlearn":
             self._run._shelf.drop_after(step - 1)
-            for keeper in self._run._snapshots._copies._clients.values():
+            for keeper in self._run._parts.snapshots._copies._clients.values():
                 keeper.drop_after(self._run.rank, step - 1)
         ranks = [self._run.rank]
         if what in ("all", "forget"):
             ranks = sorted(range(self._run.world_size), key=self._run.rank.__eq__)
         for rank in ranks:  # the own one last
             os.kill(int((self._out / f"pid{rank}").read_text()), signal.SIGKILL)
+
+
+def values(model: nn.Module) -> list[float]:
+    """Return this rank's part of the parameters."""
+    parts = [getattr(param, "_local_tensor", param).detach().flatten() for param in model.parameters()]
+    return torch.cat(parts).tolist()
 
 
 def wait(out: Path, run: regrow.Run, step: int) -> None:
@@ -130,10 +145,13 @@ def main() -> None:
         default=[],
         metavar=("WHAT", "RANK", "STEP"),
         help="there, once: kill this rank, or all ranks, or its host; or unlearn its newest snapshot, wherever it is, "
-        "and kill it; or forget its snapshots and kill all",
+        "and kill it; or drop (or lose: when all have come there) its snapshots and kill it, or "
+        "forget them and kill all",
     )
     parser.add_argument("--wait", type=int, action="append", default=[], help="wait in this step until it may go on")
+    parser.add_argument("--ahead", action="store_true", help="rank 1 begins to update before others may compute")
     parser.add_argument("--pretend-room", type=int, help="so many bytes of memory are left")
+    parser.add_argument("--approximate", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     faulthandler.register(signal.SIGWINCH)
@@ -149,7 +167,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=args.steps)
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(101, 16, generator=generator), torch.randint(0, 5, (101,), generator=generator))
-    run.protect(model=model, optimizer=opt, scheduler=scheduler, loader=DataLoader(data, batch_size=4, shuffle=True))
+    began = values(model)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    run.protect(model=model, optimizer=opt, scheduler=scheduler, loader=loader, approximate=args.approximate)
 
     strikes = Strikes(run, args.out, args.strike)
     strikes.at(-1)
@@ -159,12 +179,16 @@ def main() -> None:
     for step in run.steps(args.steps):
         with step:
             linger(step.index, args.steps - 1)
-            if step.index == 4 and args.damage and run.rank == 1 and run.generation == 0:
-                damage(run, args.damage)
+            if step.index == 4 and args.damage and run.generation == 0:
+                dist.barrier()  # nobody stands in the step before: the snapshot of this one is what is wanted
+                if run.rank == 1:
+                    damage(run, args.damage)
             if step.index in args.wait:
                 wait(args.out, run, step.index)
             strikes.at(step.index)
             x, y = step.batch
+            if args.ahead and run.rank == 1:
+                run._before_update()  # as for parameters that no other rank has
             opt.zero_grad()
             loss = nn.functional.cross_entropy(model(x).float(), y)
             loss.backward()
@@ -181,6 +205,9 @@ def main() -> None:
         "rank": run.rank,
         "digest": state_digest(model, inner, scheduler.state_dict(), {"rng": torch.get_rng_state()}),
         "losses": losses,
+        "sums": sums(dict(model.named_parameters())),
+        "values": values(model),
+        "began": began,
         "pid": os.getpid(),
     }
     (args.out / f"rank{run.rank}.json").write_text(json.dumps(report))

@@ -55,8 +55,9 @@ class Fork(nn.Module):
         return first + self.branches[1 - swapped](x)
 
 
-def net(width: int, depth: int, forked: bool) -> nn.Module:
-    layers: list[nn.Module] = [nn.Linear(16, width), nn.BatchNorm1d(width)]
+def net(width: int, depth: int, forked: bool, batch_norm: bool) -> nn.Module:
+    norm = nn.BatchNorm1d(width) if batch_norm else nn.LayerNorm(width)
+    layers: list[nn.Module] = [nn.Linear(16, width), norm]
     if forked:
         layers.append(Fork(width))
     for _ in range(depth):
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--fork", action="store_true", help="gradients come in another order on odd ranks")
+    parser.add_argument("--layer-norm", action="store_true", help="a batch may have one sample")
     parser.add_argument("--bucket-mb", type=float, default=0.02)
     parser.add_argument("--ddp", nargs="*", default=[], help="options of DistributedDataParallel to switch on")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -132,7 +134,7 @@ def main() -> None:
     dist.barrier()
 
     bare = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-    inner = bare if args.bare else net(args.width, args.depth, args.fork)
+    inner = bare if args.bare else net(args.width, args.depth, args.fork, not args.layer_norm)
     model = DistributedDataParallel(inner, bucket_cap_mb=args.bucket_mb, **dict.fromkeys(args.ddp, True))
     opt = optimizer_of(args.optimizer, list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=args.steps)

@@ -93,6 +93,7 @@ class Agent:
             nprocs=site.nprocs,
             spares=options.spares,
             command=options.command,
+            policy=options.policy.value,
         )
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -289,7 +290,8 @@ class Agent:
         if self._member and not world.over and not world.knows(self._site.node, self._site.session):
             self._site.tenure.end("the others count this host as lost")
         if world.phase is Phase.DONE:
-            self._finish(0, f"done: {world.reason}, {world.restarts} replaced on the way")
+            what = "restarts" if world.restart else "replaced"
+            self._finish(0, f"done: {world.reason}, {world.restarts} {what} on the way")
         elif world.phase is Phase.FAILED:
             if world.evidence and not self._end.done():
                 sys.stderr.write(world.evidence.rstrip("\n") + "\n")

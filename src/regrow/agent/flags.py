@@ -21,6 +21,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from regrow.agent.interfaces import addresses, choose
 from regrow.agent.options import RunOptions
+from regrow.rules import Policy, Source
 
 _REFUSED = {
     "run_path": "--run-path is not supported: give the script itself",
@@ -149,6 +150,65 @@ def parser() -> argparse.ArgumentParser:
         "possible (default: each host fails by itself).",
     )
     ours.add_argument(
+        "--ckpt-dir",
+        "--ckpt_dir",
+        metavar="URL",
+        help="Write checkpoints of the whole job there (a directory, or s3://, gs://, ...), in the format of "
+        "torch.distributed.checkpoint; a run that finds one there goes on from it.",
+    )
+    ours.add_argument(
+        "--ckpt-every",
+        "--ckpt_every",
+        type=lambda text: None if text == "auto" else int(text),
+        default=None,
+        metavar="N",
+        help="Write one every N steps; auto (the default): as often as --ckpt-overhead allows.",
+    )
+    ours.add_argument(
+        "--ckpt-overhead",
+        "--ckpt_overhead",
+        type=_share,
+        default=0.035,
+        metavar="P%",
+        help="What checkpoints may cost: a part of the time (3.5%%).",
+    )
+    ours.add_argument(
+        "--ckpt-keep", "--ckpt_keep", type=int, default=2, metavar="N", help="How many checkpoints are kept (2)."
+    )
+    ours.add_argument(
+        "--mtbf",
+        type=_duration,
+        default=None,
+        metavar="TIME",
+        help="The mean time between failures, like 4h: checkpoints are not written more often than is worth it.",
+    )
+    ours.add_argument(
+        "--policy",
+        choices=[policy.value for policy in Policy],
+        default=Policy.LADDER.value,
+        help="How a loss is met. ladder (the default): by whatever brings the job back soonest. The others are there "
+        "to compare with, and keep nothing that they do not use. checkfreq: everyone loads the newest checkpoint of "
+        "--ckpt-dir. commit: everyone takes the copy that was made in memory every --commit-every steps, while "
+        "training stood still. restart: all workers are killed, and start from --ckpt-dir, --max-restarts times at "
+        "most.",
+    )
+    ours.add_argument(
+        "--commit-every",
+        "--commit_every",
+        type=int,
+        default=10,
+        metavar="K",
+        help="With --policy commit: copy the state every K steps (10: a copy costs a tenth of what it would at every "
+        "step, and a loss five steps on the average).",
+    )
+    ours.add_argument(
+        "--force-source",
+        "--force_source",
+        choices=[source.value for source in Source],
+        default=None,
+        help="Take the lost state from there, whatever it costs: for comparisons.",
+    )
+    ours.add_argument(
         "--replay-helpers",
         "--replay_helpers",
         default="auto",
@@ -157,6 +217,20 @@ def parser() -> argparse.ArgumentParser:
     )
     ours.add_argument("--inject", metavar="SPEC", help="Faults to inject, for tests (becomes REGROW_FAULTS).")
     return made
+
+
+def _share(text: str) -> float:
+    """Read 3.5% or 0.035."""
+    number = float(text.removesuffix("%"))
+    return number / 100 if text.endswith("%") else number
+
+
+def _duration(text: str) -> float:
+    """Read 90, 90s, 30min, 4h or 2d as seconds."""
+    for unit, factor in (("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("s", 1.0)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor
+    return float(text)
 
 
 def _replay_helpers(text: str) -> int | None:
@@ -247,10 +321,27 @@ def _options(args: argparse.Namespace) -> RunOptions:
         snapshot_every=args.snapshot_every,
         snapshot_domain=args.snapshot_domain,
         replay_helpers=_replay_helpers(args.replay_helpers),
+        ckpt_dir=_ckpt_dir(args.ckpt_dir),
+        ckpt_every=args.ckpt_every,
+        ckpt_overhead=args.ckpt_overhead,
+        ckpt_keep=args.ckpt_keep,
+        mtbf_s=args.mtbf,
+        policy=Policy(args.policy),
+        commit_every=args.commit_every,
+        force_source=None if args.force_source is None else Source(args.force_source),
         # another interpreter, or a program around it, is to be started for every worker
         forked=args.start_method == "forkserver" and not args.no_python and command[0] == sys.executable,
     )
     return replace(options, log_dir=_log_dir(args.log_dir))  # made last: nothing is left behind by a wrong command line
+
+
+def _ckpt_dir(given: str | None) -> str | None:
+    if given is None or "://" in given:
+        return given
+    path = Path(given).expanduser().absolute()  # workers may change their directory
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--ckpt-dir {given} is not a directory")
+    return str(path)
 
 
 def _nnodes(text: str) -> tuple[int, int]:

@@ -87,13 +87,17 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """Nobody lives who held state, and what is left in the memory of hosts does not make a whole."""
+    """Nobody lives who held state, and what is left in the memory of hosts does not make a whole.
+
+    ``everyone``: some do live, and give up what they hold, as the run's policy has it.
+    """
 
     rank: int
     incarnation: int
     generation: int
     why: str
     t: float = 0.0
+    everyone: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def hear(worker: Worker, frame: Frame, now: float, t: float) -> Heard | None:
             worker.step = int(head["step"])
             return Heard(Resumed(rank, incarnation, int(head["generation"]), t))
         case "forgotten":
-            return Heard(Forgotten(rank, incarnation, int(head["generation"]), str(head.get("why"))[:1000], t))
+            why, everyone = str(head.get("why"))[:1000], bool(head.get("everyone"))
+            return Heard(Forgotten(rank, incarnation, int(head["generation"]), why, t, everyone))
         case "finished":
             worker.finished = True
             worker.step = int(head["step"])

@@ -28,6 +28,7 @@ from regrow.agent.happenings import (
 )
 from regrow.agent.homes import evict, settle
 from regrow.agent.world import Loss, Node, Phase, World
+from regrow.rules import Policy
 
 SAME_EXCEPTION_LIMIT = 3
 """An exception that comes at the same rank and step this many times is a bug, not bad luck."""
@@ -77,7 +78,9 @@ def _from_worker(world: World, event: SetupDone | Resumed | Forgotten | Finished
         case Forgotten():
             return _forgotten(world, event)
         case Finished():
-            if world.phase is not Phase.TRAINING or event.rank in world.finished:
+            # a run that finds all its steps done may be through before another rank has said that it is set up
+            set_up = world.phase is Phase.TRAINING or event.rank in world.ready
+            if not set_up or event.rank in world.finished:
                 return Decision(world, f"ignored: rank {event.rank} cannot finish in {world.phase}, or has already")
             reason = f"rank {event.rank} has completed its last step"
             return Decision(
@@ -112,10 +115,11 @@ def _setup_done(world: World, event: SetupDone) -> Decision:
 
 
 def _forgotten(world: World, event: Forgotten) -> Decision:
-    if world.phase is not Phase.TRAINING or world.holders:
+    if world.phase is not Phase.TRAINING or (world.holders and not event.everyone):
         return Decision(world, f"ignored: rank {event.rank} asks for a new beginning, but others hold state")
     begun = _from_the_beginning(replace(world, generation=world.generation + 1, finished=(), lost=(), t=event.t))
-    reason = f"nobody holds the training state any more ({event.why}): the run starts again from its beginning"
+    why = event.why if event.everyone else f"nobody holds the training state any more ({event.why})"
+    reason = f"{why}: the run starts again from its beginning"
     return Decision(replace(begun, reason=reason), reason)
 
 
@@ -151,10 +155,16 @@ def _suspect(world: World, event: Suspect) -> Decision:
         return Decision(world, "ignored: all have finished, connections end")
     if world.exited:
         return _left_early(world, event.t)
-    reason = f"rank {event.rank} lost a connection though nobody died ({event.why}): all reconnect"
-    return Decision(
-        replace(world, generation=world.generation + 1, finished=(), lost=(), t=event.t, reason=reason), reason
-    )
+    what = f"rank {event.rank} lost a connection though nobody died ({event.why})"
+    if world.restart:
+        world = replace(world, restarts=world.restarts + 1)
+        if (failed := _enough(world, what, event.t)) is not None:
+            return failed
+    world = replace(world, generation=world.generation + 1, finished=(), lost=(), t=event.t)
+    reason = f"{what}: {_restart_said(world) if world.restart else 'all reconnect'}"
+    if world.restart:
+        world = _from_the_beginning(world)
+    return Decision(replace(world, reason=reason), reason)
 
 
 def _exited(world: World, event: Exited) -> Decision:
@@ -205,7 +215,10 @@ def _lost(world: World, event: Lost) -> Decision:
     lost = tuple(Loss(worker.rank, worker.why, event.t) for worker in workers)
     world = replace(world, generation=world.generation + 1, finished=(), lost=lost, t=event.t)
     holders = tuple(rank for rank in world.holders if rank not in gone)
-    if world.phase is Phase.SETUP:
+    if world.restart:
+        world = _from_the_beginning(world)
+        reason = f"{', '.join(who)} lost: {_restart_said(world)}"
+    elif world.phase is Phase.SETUP:
         world = _from_the_beginning(world)
         reason = f"{', '.join(who)} lost during set-up: nothing was trained yet, so all start again"
     elif not holders and not world.kept:
@@ -217,12 +230,18 @@ def _lost(world: World, event: Lost) -> Decision:
     else:
         incarnation = tuple(n + (rank in gone) for rank, n in enumerate(world.incarnation))
         world = replace(world, incarnation=incarnation, holders=holders)
-        rest = "all others keep their state" if holders else "what nobody holds any more is in the memory of hosts"
-        reason = f"{', '.join(who)} lost: replaced, {rest}"
+        reason = f"{', '.join(who)} lost: replaced, {_rest(world, holders)}"
     moved = world.homeless
     world = settle(world, before)
     reason += _moved(moved, world)
     return Decision(replace(world, reason=reason), reason)
+
+
+def _rest(world: World, holders: tuple[int, ...]) -> str:
+    """Say what becomes of those who were not lost."""
+    if world.policy is not Policy.LADDER:
+        return "and everyone goes back to what was saved"
+    return "all others keep their state" if holders else "what nobody holds any more is in the memory of hosts"
 
 
 def _no_use(world: World, workers: list[LostWorker], t: float) -> Decision | None:
@@ -243,7 +262,7 @@ def _counted(world: World, workers: list[LostWorker]) -> World:
             key = f"{worker.rank}@{worker.step}"
             known = raised.get(key)
             raised[key] = replace(known, count=known.count + 1) if known is not None else worker.raised
-    return replace(world, raised=raised, restarts=world.restarts + len(workers))
+    return replace(world, raised=raised, restarts=world.restarts + (1 if world.restart else len(workers)))
 
 
 def _too_often(world: World, workers: list[LostWorker], t: float) -> Decision | None:
@@ -260,14 +279,20 @@ def _too_often(world: World, workers: list[LostWorker], t: float) -> Decision | 
                 "(a replacement would only fail again; the first traceback is shown)"
             )
             return _failed(world, sentence, t, evidence=again.traceback)
-    if world.restarts > world.max_restarts:
-        first = workers[0]
-        sentence = (
-            f"{world.restarts} workers were lost, more than --max-restarts {world.max_restarts} allows; "
-            f"the last was rank {first.rank} ({first.why})"
-        )
-        return _failed(world, sentence, t)
-    return None
+    first = workers[0]
+    return _enough(world, f"the last was rank {first.rank} ({first.why})", t)
+
+
+def _enough(world: World, last: str, t: float) -> Decision | None:
+    """Return how the run ends if more was lost than it may lose."""
+    if world.restarts <= world.max_restarts:
+        return None
+    what = "all would have to start anew once more" if world.restart else f"{world.restarts} workers were lost, more"
+    return _failed(world, f"{what} than --max-restarts {world.max_restarts} allows; {last}", t)
+
+
+def _restart_said(world: World) -> str:
+    return f"restart {world.restarts} of {world.max_restarts} at most, all workers are killed and start from storage"
 
 
 def _from_the_beginning(world: World) -> World:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from regrow.rules import Policy, Source
+
 
 class StartError(Exception):
     """The run cannot start; the message is the one sentence that the user gets to see."""
@@ -59,6 +61,18 @@ class RunOptions:
     """What this host fails together with; ``None``: it fails by itself."""
     replay_helpers: int | None = None
     """How many idle ranks help with a replay; ``None``: as many as make it faster."""
+    ckpt_dir: str | None = None
+    """Where checkpoints of the whole job are written to; ``None``: there are none."""
+    ckpt_every: int | None = None
+    """After how many steps; ``None``: as often as ``ckpt_overhead`` allows."""
+    ckpt_overhead: float = 0.035
+    ckpt_keep: int = 2
+    mtbf_s: float | None = None
+    policy: Policy = Policy.LADDER
+    commit_every: int = 10
+    """With ``Policy.COMMIT``: after how many steps the state is copied again."""
+    force_source: Source | None = None
+    """Where lost state must come from; ``None``: from where it comes soonest."""
     forked: bool = False
     """Whether workers are forked from a process that has imported PyTorch already."""
 
@@ -88,6 +102,26 @@ class RunOptions:
             raise ValueError(f"--snapshot-copies must be at least 1 (the rank's own host), got {self.snapshot_copies}")
         if self.snapshot_every is not None and self.snapshot_every < 1:
             raise ValueError(f"--snapshot-every must be at least 1 step, or auto, got {self.snapshot_every}")
+        if self.ckpt_every is not None and self.ckpt_every < 1:
+            raise ValueError(f"--ckpt-every must be at least 1 step, or auto, got {self.ckpt_every}")
+        if not 0 < self.ckpt_overhead < 1:
+            raise ValueError(f"--ckpt-overhead must be a part of the time, like 3.5%, got {self.ckpt_overhead:.4g}")
+        if self.ckpt_keep < 1:
+            raise ValueError(f"--ckpt-keep must be at least 1, got {self.ckpt_keep}")
+        if self.mtbf_s is not None and not (math.isfinite(self.mtbf_s) and self.mtbf_s > 0):
+            raise ValueError(f"--mtbf must be a time, like 4h, got {self.mtbf_s}")
+        if self.policy in (Policy.CHECKFREQ, Policy.RESTART) and self.ckpt_dir is None:
+            raise ValueError(
+                f"--policy {self.policy.value} goes back to checkpoints on storage: say where with --ckpt-dir"
+            )
+        if self.policy is Policy.COMMIT and self.snapshot_every is not None:
+            raise ValueError("--policy commit copies the state every --commit-every steps: leave out --snapshot-every")
+        if self.policy is not Policy.LADDER and self.force_source is not None:
+            raise ValueError(
+                f"--policy {self.policy.value} says where state comes from: --force-source is for --policy ladder"
+            )
+        if self.commit_every < 1:
+            raise ValueError(f"--commit-every must be at least 1 step, got {self.commit_every}")
         if self.snapshot_domain is not None and not re.fullmatch(r"[\w.:@+/ -]{1,100}", self.snapshot_domain):
             raise ValueError(
                 f"--snapshot-domain must be a name of letters, digits and . : @ + / _ -, got {self.snapshot_domain!r}"

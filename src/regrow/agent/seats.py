@@ -199,7 +199,8 @@ async def lead(
         "master_port": members[0]["port"] or free_port(),
     }
     hosts = [Node(info["session"], info["slots"]) for info in members]
-    await store.put(WORLD_KEY, World.first(run["nprocs"], options.max_restarts, time.time(), hosts).dumps())
+    world = World.first(run["nprocs"], options.max_restarts, time.time(), hosts, options.policy)
+    await store.put(WORLD_KEY, world.dumps())
     if await store.compare_and_set(RUN_KEY, starting, json.dumps(run).encode()) is None:
         raise LeaseLost("the lease is over")
     return _site(run, store, server, tenure, node, session, host_addr)

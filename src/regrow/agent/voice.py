@@ -51,11 +51,11 @@ class Voice:
         if world.over:
             return  # told by every agent, when it ends
         if isinstance(event, Lost):
-            for worker in event.workers:
+            for worker in () if world.restart else event.workers:  # one line says it for all
                 at = "" if worker.step is None else f" at step {worker.step}"
                 how = "all start again" if world.phase is Phase.SETUP else self._how.get(worker.rank, "replaced")
                 say(f"rank {worker.rank} died ({worker.why}){at}: generation {world.generation}, {how}")
-            if event.nodes or (before.phase is Phase.TRAINING and world.phase is Phase.SETUP):
+            if world.restart or event.nodes or (before.phase is Phase.TRAINING and world.phase is Phase.SETUP):
                 say(f"{world.reason} (generation {world.generation})")
         elif isinstance(event, Suspect | Forgotten):
             say(f"{world.reason} (generation {world.generation})")

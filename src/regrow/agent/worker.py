@@ -21,6 +21,7 @@ from regrow.agent.seats import Site
 from regrow.agent.world import Raised
 from regrow.lifeline import Observer
 from regrow.peer.keeper import Keeper
+from regrow.rules import Policy, Rules
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "ROLE_RANK", "REGROW_INCARNATION")
 
@@ -120,6 +121,12 @@ class Worker:
         return judge(now, vitals, limits)
 
 
+def _snapshot_every(options: RunOptions) -> str:
+    if options.policy is Policy.COMMIT:  # a commit is a snapshot, of replicated state, too
+        return str(options.commit_every)
+    return "auto" if options.snapshot_every is None else str(options.snapshot_every)
+
+
 class Environment:
     """The variables that workers and spares start with: torchrun's, and regrow's own."""
 
@@ -147,7 +154,7 @@ class Environment:
             "REGROW_FAILURE_DOMAIN": options.failure_domain,
             "REGROW_JOURNAL_MB": str(options.journal_mb),
             "REGROW_REPLAY_HELPERS": "auto" if options.replay_helpers is None else str(options.replay_helpers),
-            "REGROW_SNAPSHOT_EVERY": "auto" if options.snapshot_every is None else str(options.snapshot_every),
+            "REGROW_SNAPSHOT_EVERY": _snapshot_every(options),
             "REGROW_SCRATCH": str(options.log_dir / "scratch"),
         }
         if keeper is not None:
@@ -155,6 +162,18 @@ class Environment:
             self._common["REGROW_SNAPSHOT_COPIES"] = str(options.snapshot_copies)
             if options.snapshot_domain is not None:
                 self._common["REGROW_SNAPSHOT_DOMAIN"] = options.snapshot_domain
+        if options.ckpt_dir is not None:
+            self._common["REGROW_CKPT"] = json.dumps(
+                {
+                    "url": options.ckpt_dir,
+                    "every": options.ckpt_every,
+                    "overhead": options.ckpt_overhead,
+                    "keep": options.ckpt_keep,
+                    "mtbf_s": options.mtbf_s,
+                }
+            )
+        rules = Rules(policy=options.policy, force=options.force_source)
+        self._common["REGROW_RULES"] = json.dumps(rules.to_json())
         if options.interface is not None:  # for what the script connects by itself
             self._common["GLOO_SOCKET_IFNAME"] = options.interface
             self._common["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", options.interface)

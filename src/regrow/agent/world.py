@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from regrow.rules import Policy
+
 
 class Phase(StrEnum):
     """Where the run is. Only the last two are final."""
@@ -55,10 +57,12 @@ class World:
     ``homes`` is the node that each rank lives on (``None`` while no host has room for it) and ``local`` its number
     there. ``epoch`` counts the leaders; ``leader`` is the session of the newest. ``kept``: hosts' memory has every
     rank's state, too, and outlives all workers.
+    ``policy`` says how a loss is met.
     """
 
     world_size: int
     max_restarts: int
+    """How many workers may be lost; if any loss makes all start anew, how often."""
     incarnation: tuple[int, ...]
     homes: tuple[int | None, ...]
     local: tuple[int, ...]
@@ -73,6 +77,7 @@ class World:
     finished: tuple[int, ...] = ()
     exited: dict[int, int | None] = field(default_factory=dict)
     restarts: int = 0
+    policy: Policy = Policy.LADDER
     lost: tuple[Loss, ...] = ()
     raised: dict[str, Raised] = field(default_factory=dict)
     reason: str = ""
@@ -85,12 +90,19 @@ class World:
     """How long it took: by this a replacement is measured, also by a host that was not there."""
 
     @staticmethod
-    def first(nprocs: Sequence[int], max_restarts: int, t: float, nodes: Sequence[Node] = ()) -> World:
+    def first(
+        nprocs: Sequence[int],
+        max_restarts: int,
+        t: float,
+        nodes: Sequence[Node] = (),
+        policy: Policy = Policy.LADDER,
+    ) -> World:
         """Return the world before anything has started: so many ranks on each of these nodes, in order."""
         size = sum(nprocs)
         return World(
             world_size=size,
             max_restarts=max_restarts,
+            policy=policy,
             incarnation=(0,) * size,
             homes=tuple(node for node, nproc in enumerate(nprocs) for _ in range(nproc)),
             local=tuple(local for nproc in nprocs for local in range(nproc)),
@@ -98,6 +110,11 @@ class World:
             t=t,
             setup_t=t,
         )
+
+    @property
+    def restart(self) -> bool:
+        """Whether any loss ends all workers, and all start from storage."""
+        return self.policy is Policy.RESTART
 
     @property
     def over(self) -> bool:
@@ -132,6 +149,7 @@ class World:
         """Read what ``dumps`` wrote."""
         raw: dict[str, Any] = json.loads(text)
         raw["phase"] = Phase(raw["phase"])
+        raw["policy"] = Policy(raw["policy"])
         for name in ("incarnation", "homes", "local", "ready", "holders", "finished"):
             raw[name] = tuple(raw[name])
         raw["nodes"] = {int(node): Node(**one) for node, one in raw["nodes"].items()}

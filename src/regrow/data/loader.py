@@ -5,13 +5,14 @@ It never writes anything, never talks to other ranks, and never moves the traini
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from regrow.data.share import Share
+from regrow.data.share import Position, Share
 from regrow.data.stream import Reading, Stream
 
 
@@ -21,6 +22,8 @@ class Loader:
     - Over all ranks each sample is read exactly once per epoch, whatever dies and wherever it resumes. How the ranks
       share an epoch, and what happens to a last partial batch, is told in :class:`regrow.data.Share`: such a batch is
       split evenly; if it has fewer samples than there are ranks they are joined to the batch before.
+    - A cursor may be taken up by another number of ranks, or with another ``batch_size``, inside an epoch too: the rest
+      of the epoch is shared anew. See ``load_state_dict`` for the one case in which samples are left out.
     - The order is a function of (seed, epoch); randomness inside the dataset one of (seed, epoch, index). Both are the
       same in any process.
     - With ``num_workers`` batches are read ahead, across the ends of epochs; with ``persistent_workers=False`` the
@@ -79,7 +82,8 @@ class Loader:
             timeout=timeout,
         )
         self._share: Share | None = None
-        self._position = (0, 0)
+        self._position = Position(0, 0)
+        self._left_out = 0
         self._stream: Stream | None = None
         if rank is not None and world_size is not None:
             self.bind(rank, world_size)
@@ -113,7 +117,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._position[0]
+        return self._position.epoch
+
+    @property
+    def left_out(self) -> int:
+        """Samples of the cursor's epoch, over all ranks, that the last ``load_state_dict`` left out: see there."""
+        return self._left_out
 
     @property
     def seed(self) -> int:
@@ -146,24 +155,25 @@ class Loader:
             self._stream = None
             stream.stop(at_once=True)
             raise
-        epoch, self._position = self._position[0], stream.position
-        if self._position[0] != epoch and not self._reading.persistent_workers:
+        epoch, self._position = self._position.epoch, stream.position
+        if self._position.epoch != epoch and not self._reading.persistent_workers:
             self.close()
         return batch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the current epoch."""
-        epoch = self._position[0]
-        while self._position[0] == epoch:
+        epoch = self._position.epoch
+        while self._position.epoch == epoch:
             yield self.next_batch()
 
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: where the next batch is, and what its number means."""
         share = self._bound()
-        epoch, batch = self._position
+        epoch, batch, skipped = self._position
         return {
             "epoch": epoch,
             "batch": batch,
+            "skipped": skipped,
             "seed": self._seed,
             "samples": share.samples,
             "global_batch": share.global_batch,
@@ -172,25 +182,37 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Put the cursor anywhere. Costs nothing: a prefetch is given up only when the next batch is another one.
 
-        The seed is taken over. A position inside an epoch counts global batches, so it is refused if their size or the
-        dataset's has changed; the start of an epoch is always taken.
+        The seed is taken over. If the size of global batches has changed inside the epoch (another number of ranks,
+        another ``batch_size``), the rest of the epoch is cut into batches of the new size from there on: each sample is
+        still read once. If what is left of the epoch makes no batch, because it has fewer samples than there are ranks
+        (with ``drop_last``: than a global batch), the next epoch begins; ``left_out`` then says how many samples were
+        not read, and rank 0 warns of them (not with ``drop_last``, which asks for that). A dataset of another size is
+        refused inside an epoch, since its order is another one; the start of an epoch is always taken.
         """
-        epoch, batch, seed = state["epoch"], state["batch"], state.get("seed", self._seed)
-        share = self._bound()
-        if epoch < 0 or batch < 0:
-            raise ValueError(f"epoch {epoch}, batch {batch} is not a position")
-        for name, now in (("samples", share.samples), ("global_batch", share.global_batch)):
-            if batch != 0 and state.get(name, now) != now:
+        share, seed = self._bound(), state.get("seed", self._seed)
+        position = Position(state["epoch"], state["batch"], state.get("skipped", 0))
+        left_out = 0
+        if min(position) < 0:
+            raise ValueError(f"epoch {position.epoch}, batch {position.batch} is not a position")
+        if position != Position(position.epoch, 0):
+            samples, global_batch = state.get("samples", share.samples), state.get("global_batch", share.global_batch)
+            if samples != share.samples:
                 raise ValueError(
-                    f"the cursor stands at batch {batch} of an epoch with {name}={state[name]}, here {name}={now}: "
-                    "keep dataset, batch_size and world_size, or set batch=0 to begin the epoch again"
+                    f"the cursor stands at batch {position.batch} of an epoch with samples={samples}, here "
+                    f"samples={share.samples}: keep the dataset, or set batch=0 and skipped=0 to begin the epoch again"
                 )
-        if batch >= share.batches:
-            raise ValueError(f"batch {batch} is not in an epoch of {share.batches}")
+            position, left_out = share.resume(position, global_batch)
         if seed != self._seed:
             self._seed = seed
             self._share = Share(rank=share.rank, world_size=share.world_size, seed=seed, **self._sharing)
-        self._position = (epoch, batch)
+        self._position, self._left_out = position, left_out
+        if left_out and share.rank == 0 and not share.drop_last:
+            warnings.warn(
+                f"{left_out} of {share.samples} samples of epoch {position.epoch - 1} are left out: they are fewer "
+                f"than the {share.world_size} ranks that the run now has, so epoch {position.epoch} begins",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """End the workers. The cursor stays; the next batch starts new ones."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
-from regrow.data.share import Share
+from regrow.data.share import Position, Share
 from regrow.data.shuffle import mix
 
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +50,7 @@ def generators_untouched() -> Iterator[None]:
 
 
 class SeededBatches(Dataset[Any]):
-    """What a DataLoader (and its workers) sees: asked for (epoch, batch), it gives the samples of this rank's batch.
+    """What a DataLoader (and its workers) sees: asked for a position, it gives the samples of this rank's batch.
 
     A dataset's own ``__getitems__`` is used if it has one; the generators are then seeded once for the batch, from its
     first index, since what it does for the single sample cannot be seen from here. The same where reading a sample is
@@ -68,10 +68,10 @@ class SeededBatches(Dataset[Any]):
         elif draws_nothing(dataset):
             self._read_many = self._read_each
 
-    def __getitems__(self, position: tuple[int, int]) -> Sequence[Any]:
+    def __getitems__(self, position: Position) -> Sequence[Any]:
         """Read a batch. ``position`` is what the stream's batch sampler yields."""
-        epoch, batch = position
-        indices, seed = self._share.indices(epoch, batch), self._share.seed
+        epoch = position.epoch
+        indices, seed = self._share.indices(*position), self._share.seed
         if self._read_many is not None:
             if self._draws:
                 seed_all(mix(seed, epoch, indices[0]))

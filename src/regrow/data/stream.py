@@ -18,7 +18,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type:
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from regrow.data.seeded import SeededBatches, WorkerStart, draws_nothing, generators_untouched
-from regrow.data.share import Share
+from regrow.data.share import Position, Share
 
 _GONE_AFTER_KILL_S = 5.0
 _DYING_S = 1.0
@@ -66,12 +66,12 @@ class _Loader(DataLoader[Any]):
 class _Onwards:
     """The positions from a start on: for ever, or to the end of the epoch."""
 
-    def __init__(self, share: Share, start: tuple[int, int], *, endless: bool) -> None:
+    def __init__(self, share: Share, start: Position, *, endless: bool) -> None:
         self._share, self._start, self._endless = share, start, endless
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Position]:
         position = self._start
-        while self._endless or position[0] == self._start[0]:
+        while self._endless or position.epoch == self._start.epoch:
             yield position
             position = self._share.after(*position)
 
@@ -79,7 +79,7 @@ class _Onwards:
 class Stream:
     """Batches of one rank from ``position`` on. ``position`` is what ``next`` will return."""
 
-    def __init__(self, dataset: Any, share: Share, reading: Reading, position: tuple[int, int]) -> None:
+    def __init__(self, dataset: Any, share: Share, reading: Reading, position: Position) -> None:
         self.share = share
         self.position = position
         draws = not draws_nothing(dataset) or reading.collate_fn not in (None, default_collate)

@@ -30,7 +30,7 @@ class Activity:
         self._clock = clock
         self._changed = threading.Condition()
         self._under_way = 0
-        self._idle_since_s = clock()
+        self._idle_since_s = self._busy_since_s = clock()
         self._spans_s: list[float] = []
 
     def watch(self, work: Any, handle: Any) -> None:
@@ -39,7 +39,8 @@ class Activity:
             return  # it is over already
         with self._changed:
             if self._under_way == 0:
-                self._spans_s.append(self._clock() - self._idle_since_s)
+                self._busy_since_s = self._clock()
+                self._spans_s.append(self._busy_since_s - self._idle_since_s)
             self._under_way += 1
         try:
             work.get_future().add_done_callback(self._over)
@@ -70,6 +71,11 @@ class Activity:
             if self._under_way:
                 return None
             return Idle(len(self._spans_s), self._clock() - self._idle_since_s)
+
+    def busy_s(self) -> float:
+        """Return for how long there was always some collective under way; 0 if there is none now."""
+        with self._changed:
+            return self._clock() - self._busy_since_s if self._under_way else 0.0
 
     def wait(self, timeout_s: float) -> None:
         """Return when the network falls idle, another iteration begins, or the time is over."""

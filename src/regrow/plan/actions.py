@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from regrow.ids import Rank, Step
+from regrow.plan.perturbation import Cost
 from regrow.plan.ranges import Indices
 
 
@@ -25,6 +26,8 @@ class Own(StrEnum):
     PREDECESSOR_LIVE = "left by the predecessor before its last collective"
     CHECKPOINT = "from the checkpoint"
     SNAPSHOT = "from the snapshot"
+    LEFT = "left at the step's start, with what all ranks share"
+    DONATED = "a survivor's, with random numbers anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,13 @@ class Copy:
     step: Step
     params: Indices | None
     staged: bool
+    small: bool = False
+    """Only the small state is copied, also what is the source's own."""
 
     def describe(self, ranks: Sequence[Rank]) -> str:
         """Say it, for all ranks that do the same."""
+        if self.small:
+            return f"copy     {name_ranks(ranks)}: the small state at step {self.step} from {name_ranks(self.sources)}"
         what = "everything" if self.params is None else f"{len(self.params)} parameters"
         return f"copy     {name_ranks(ranks)}: {what} at step {self.step} from {name_ranks(self.sources)}"
 
@@ -77,14 +84,17 @@ class Settle:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """``rank`` takes its own checkpoint of the start of ``step`` from storage."""
+    """``rank`` takes its checkpoint of the start of ``step`` from storage: its own, or its part of the job's."""
 
     rank: Rank
     step: Step
+    whole: bool = False
+    """Whether it is a checkpoint of the whole job, which all ranks take together."""
 
     def describe(self, ranks: Sequence[Rank]) -> str:
         """Say it, for all ranks that do the same."""
-        return f"load     {name_ranks(ranks)}: the checkpoint of step {self.step}"
+        what = "the job's checkpoint" if self.whole else "the checkpoint"
+        return f"load     {name_ranks(ranks)}: {what} of step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +133,38 @@ class Replay:
         return f"replay   {name_ranks(ranks)}: {span} from the journals of {name_ranks(self.sources)}{shared}"
 
 
-Action = Undo | Copy | Load | Restore | Replay | Settle
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """``rank`` takes its blocks from its running checkpoint, each as old as it is there, and goes on at ``step``."""
+
+    rank: Rank
+    step: Step
+    blocks: int
+    oldest: int
+    """How many steps old the oldest is."""
+    median: int
+
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        return (
+            f"patch    {name_ranks(ranks)}: {self.blocks} blocks from the running checkpoint, {self.median} steps old "
+            f"in the median, {self.oldest} at the most"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """``rank`` keeps its live parameters and optimizer state, those that it has after ``step`` steps."""
+
+    rank: Rank
+    step: Step
+
+    def describe(self, ranks: Sequence[Rank]) -> str:
+        """Say it, for all ranks that do the same."""
+        return f"keep     {name_ranks(ranks)}: live parameters and optimizer state, of step {self.step}"
+
+
+Action = Undo | Copy | Load | Restore | Replay | Patch | Keep | Settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +177,19 @@ class Plan:
     warnings: tuple[str, ...] = ()
     positions: tuple[Step, ...] = ()
     """Where each rank goes on, if that differs: those behind replay what those ahead have sent them."""
+    weighed: tuple[str, ...] = ()
+    """What it was chosen from, a line for each."""
+    cost: Cost | None = None
+    """If the result will not be the undisturbed run's: what that is expected to cost. Else ``None``."""
 
     def position(self, rank: Rank) -> Step:
         """Return the step at which a rank goes on."""
         return self.positions[rank] if self.positions else self.step
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the state at which all go on never existed in an undisturbed run."""
+        return self.cost is not None
 
     @property
     def used_arithmetic_undo(self) -> bool:
@@ -153,4 +203,6 @@ class Plan:
         for action in self.actions:
             alike.setdefault(replace(action, rank=Rank(-1)), []).append(action.rank)
         said = [action.describe(ranks) for action, ranks in alike.items()]
-        return [head, *said, *(f"warning  {text}" for text in self.warnings)]
+        if self.cost is not None:
+            said.append(f"cost     {self.cost}")
+        return [head, *self.weighed, *said, *(f"warning  {text}" for text in self.warnings)]

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrow.ids import Rank, Step
+from regrow.plan.costs import Costs
 from regrow.plan.line import Line
 from regrow.plan.ranges import Indices
+from regrow.plan.running import Running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,17 @@ class Holding:
     line: Line = ()
     """Where generations went on, as far as this rank, and the snapshots in its host's memory, know."""
 
+    disk: tuple[Step, ...] = ()
+    """Steps of which this rank sees a complete checkpoint of the whole job on storage."""
+
+    set_back: bool = False
+    """Whether a recovery that was then interrupted has put this rank at the start of its step: it has not taken part in
+    that step, even if others have completed it before, so it cannot follow them by a copy."""
+    costs: Costs = field(default_factory=Costs)
+    """What it has measured."""
+    running: Running | None = None
+    """What it has of a running checkpoint; ``None``: the user has not said ``approximate=True``."""
+
     @property
     def fresh(self) -> bool:
         """Whether this is a replacement."""
@@ -111,6 +124,10 @@ class Holding:
             "kept": [list(one) for one in self.kept],
             "generation": self.generation,
             "line": [list(pair) for pair in self.line],
+            "disk": list(self.disk),
+            "set_back": self.set_back,
+            "costs": self.costs.to_json(),
+            "running": None if self.running is None else self.running.to_json(),
         }
 
     @classmethod
@@ -145,4 +162,8 @@ class Holding:
             kept=tuple((Rank(rank), Step(step), int(generation)) for rank, step, generation in value["kept"]),
             generation=value["generation"],
             line=tuple((int(generation), Step(step)) for generation, step in value["line"]),
+            disk=tuple(Step(step) for step in value["disk"]),
+            set_back=value["set_back"],
+            costs=Costs.from_json(value["costs"]),
+            running=None if value["running"] is None else Running.from_json(value["running"]),
         )

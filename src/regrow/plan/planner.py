@@ -13,7 +13,21 @@ from regrow.errors import Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.plan.actions import Action, Copy, Own, Plan, Settle, Undo, name_ranks
 from regrow.plan.holdings import Holding
+from regrow.plan.offers import Offer, Offers
 from regrow.plan.ranges import Indices
+from regrow.rules import Source
+
+_NO_SNAPSHOTS = (Offer(sources=(Source.MEMORY,), plan=None, why_not="no snapshots of replicated state are taken"),)
+
+
+def replica_offers(holdings: Sequence[Holding]) -> Offers:
+    """Return what a world can offer in which all ranks are replicas of each other: a copy from a living one."""
+    sources = (Source.REPLICA,) if any(holding.fresh for holding in holdings) else ()
+    try:
+        return [Offer(sources=sources, plan=plan_replicas(holdings)), *_NO_SNAPSHOTS[: len(sources)]], ""
+    except Unrecoverable as error:
+        why = str(error)
+        return [Offer(sources=sources, plan=None, why_not=why), *_NO_SNAPSHOTS[: len(sources)]], why
 
 
 def plan_replicas(holdings: Sequence[Holding]) -> Plan:
@@ -69,6 +83,12 @@ def check_replicas(survivors: Sequence[Holding]) -> None:
 def _roll_forward(ranks: Sequence[Holding], survivors: Sequence[Holding], step: Step) -> Plan:
     """Someone completed the step that others were interrupted in: its result exists, so everyone takes it."""
     complete = [holding for holding in survivors if holding.step == step]
+    set_back = [holding.rank for holding in survivors if holding.step != step and holding.set_back]
+    if set_back:
+        raise Unrecoverable(
+            f"{name_ranks(set_back)} had gone back to step {step - 1}, which others have completed: nobody knows what "
+            "random numbers they would have drawn there"
+        )
     begun = [holding.rank for holding in complete if holding.updated]
     if begun:
         # Updating in step t+1 needs every rank's gradient of step t+1, hence every rank's completed step t.

@@ -15,38 +15,98 @@ from regrow.errors import Unrecoverable
 from regrow.ids import Rank, Step
 from regrow.plan.actions import Action, Copy, Load, Own, Plan, Replay, Settle, Undo, name_ranks
 from regrow.plan.holdings import Holding
-from regrow.plan.planner import check_replicas, check_same_layout, own_at, plan_replicas
-from regrow.plan.shards import plan_shards
+from regrow.plan.offers import Offer, Offers
+from regrow.plan.planner import check_replicas, check_same_layout, own_at
+from regrow.rules import Source
 
 Stages = Mapping[int, Sequence[Holding]]
 WORTH_SHARING = 3
 """How many steps must be lost: the first one is done alone, to see what a micro-batch does."""
 
 
-def make_plan(holdings: Sequence[Holding]) -> Plan:
-    """Return the plan for these holdings, one per rank of the world.
+def stage_offers(holdings: Sequence[Holding]) -> Offers:
+    """Return what the stages of a pipeline can offer: each source alone for all lost ranks, and the best of all.
 
     Raises:
-        Unrecoverable: nothing that still exists can bring the ranks together.
         ValueError: replicas do not train the same model, or some ranks named their stage and others did not.
     """
     ranks = sorted(holdings, key=lambda holding: holding.rank)
-    if any(holding.place is not None for holding in ranks):
-        return plan_shards(ranks)
-    named = [holding for holding in ranks if holding.stage is not None]
-    if not named:
-        return plan_replicas(ranks)
-    if len(named) != len(ranks):
+    if any(holding.stage is None for holding in ranks):
         raise ValueError("some ranks gave protect(stage=...) and others did not: give it on all of them, or on none")
     stages: dict[int, list[Holding]] = {}
-    for holding in named:
-        assert holding.stage is not None
-        stages.setdefault(holding.stage, []).append(holding)
+    for holding in ranks:
+        stages.setdefault(_stage(holding), []).append(holding)
     for members in stages.values():
         check_same_layout(members)
         check_replicas([holding for holding in members if not holding.fresh])
-    positions = latest_positions(stages)
-    return _plan(stages, [positions[_stage(holding)] for holding in ranks])
+    latest, why = _latest(stages, ranks, None)
+    natural = None if latest is None else _sources(latest, ranks)
+    found: list[Offer] = []
+    if natural == ():
+        found.append(Offer(sources=(), plan=latest))
+    for source in (Source.REPLICA, Source.REPLAY) if any(holding.fresh for holding in ranks) else ():
+        plan = latest
+        if natural != (source,):
+            plan, _ = _latest(stages, ranks, source)
+        there = plan is not None and _sources(plan, ranks) == (source,)
+        found.append(
+            Offer(sources=(source,), plan=plan if there else None, why_not="" if there else _why_not(source, stages))
+        )
+    found.append(_rollback(stages, ranks, latest if natural == (Source.ROLLBACK,) else None))
+    if natural is not None and len(natural) > 1:
+        found.append(Offer(sources=natural, plan=latest))
+    return found, why
+
+
+def _latest(stages: Stages, ranks: Sequence[Holding], only: Source | None) -> tuple[Plan | None, str]:
+    """Return the plan of the latest positions, or why there are none; ``only``: for stages that have lost a rank."""
+    left: dict[int, list[Step]] | None = None
+    if only is not None:
+        left = {}
+        for stage, members in stages.items():
+            choice = candidates(members)
+            if any(holding.fresh for holding in members):
+                choice = alive(members) if only is Source.REPLICA else saved(members)
+            left[stage] = choice
+    try:
+        positions = latest_positions(stages, left)
+    except Unrecoverable as error:
+        return None, str(error)
+    return _plan(stages, [positions[_stage(holding)] for holding in ranks]), ""
+
+
+def _rollback(stages: Stages, ranks: Sequence[Holding], natural: Plan | None) -> Offer:
+    common = set.intersection(*({*holding.checkpoints} for holding in ranks))
+    if natural is not None:
+        return Offer(sources=(Source.ROLLBACK,), plan=natural)
+    if not common:
+        why = "there is no step of which every stage has a checkpoint"
+        return Offer(sources=(Source.ROLLBACK,), plan=None, why_not=why)
+    step = Step(max(common))
+    plan = _plan(stages, [step] * len(ranks), reason=f"all go back to the stages' checkpoints of step {step}")
+    return Offer(sources=(Source.ROLLBACK,), plan=plan)
+
+
+def _sources(plan: Plan, ranks: Sequence[Holding]) -> tuple[Source, ...]:
+    """Return where the lost ranks get their state from."""
+    lost = {holding.rank for holding in ranks if holding.fresh}
+    loaded = {action.rank for action in plan.actions if isinstance(action, Load)}
+    copied = {action.rank for action in plan.actions if isinstance(action, Copy)}
+    if lost and len(loaded) == len(ranks) and len({*plan.positions}) == 1:
+        return (Source.ROLLBACK,)
+    return (*([Source.REPLICA] if lost & copied else []), *([Source.REPLAY] if lost & loaded else []))
+
+
+def _why_not(source: Source, stages: Stages) -> str:
+    """Say why the lost ranks cannot all have their state from there."""
+    hit = [members for members in stages.values() if any(holding.fresh for holding in members)]
+    lacking = [members for members in hit if not (alive if source is Source.REPLICA else saved)(members)]
+    lost = name_ranks(sorted(holding.rank for members in lacking or hit for holding in members if holding.fresh))
+    if source is Source.REPLICA:
+        return f"no living replica of {lost} fits what the other stages hold"
+    if lacking:
+        return f"{lost} has no checkpoint on its storage" if len(lacking) == 1 else f"{lost} have no checkpoints"
+    return f"what was sent to {lost} since its checkpoint is not in all journals"
 
 
 def _stage(holding: Holding) -> int:
@@ -59,10 +119,18 @@ def _stage(holding: Holding) -> int:
 
 def candidates(members: Sequence[Holding]) -> list[Step]:
     """Return the steps at which a stage could go on by itself, the latest first."""
+    return sorted({*alive(members), *saved(members)}, reverse=True)
+
+
+def alive(members: Sequence[Holding]) -> list[Step]:
+    """Return those at which a living replica stands, and the others of the stage could take its state."""
     held = {holding.step for holding in members if holding.step is not None and _intact(holding)}
-    alive = {step for step in held if all(_can_copy(holding, step) for holding in members)}
-    saved = set.intersection(*({*holding.checkpoints} for holding in members))
-    return sorted(alive | saved, reverse=True)
+    return sorted((step for step in held if all(_can_copy(holding, step) for holding in members)), reverse=True)
+
+
+def saved(members: Sequence[Holding]) -> list[Step]:
+    """Return those of which all of the stage have a checkpoint."""
+    return sorted(set.intersection(*({*holding.checkpoints} for holding in members)), reverse=True)
 
 
 def _intact(holding: Holding) -> bool:
@@ -74,12 +142,17 @@ def _can_copy(holding: Holding, step: Step) -> bool:
     """Whether a rank could take a replica's state at this step: its own random numbers and buffers must be known."""
     if holding.fresh:
         return step in holding.own_steps or holding.live_step == step - 1
-    return holding.step == step - 1 or (holding.step == step and _intact(holding))
+    behind = holding.step == step - 1 and not holding.set_back
+    return behind or (holding.step == step and _intact(holding))
 
 
-def latest_positions(stages: Stages) -> dict[int, Step]:
-    """Return the latest positions, by stage, that are possible together."""
-    left = {stage: candidates(members) for stage, members in stages.items()}
+def latest_positions(stages: Stages, choice: Mapping[int, Sequence[Step]] | None = None) -> dict[int, Step]:
+    """Return the latest positions, by stage, that are possible together.
+
+    ``choice``: where each could go on by itself, the latest first; ``None``: wherever it can.
+    """
+    left: dict[int, Sequence[Step]] = {stage: candidates(members) for stage, members in stages.items()}
+    left |= choice or {}
     missing = _missing_from(stages)
     while True:
         for stage, steps in left.items():
@@ -146,7 +219,7 @@ def _why_none(stage: int, members: Sequence[Holding]) -> str:
 # what to do ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
+def _plan(stages: Stages, positions: Sequence[Step], *, reason: str = "") -> Plan:
     actions: list[Action] = []
     settled: list[Action] = []
     warnings: list[str] = []
@@ -190,7 +263,7 @@ def _plan(stages: Stages, positions: Sequence[Step]) -> Plan:
     settled.sort(key=lambda action: action.rank)
     return Plan(
         step=newest,
-        reason=_reason(stages, positions, loaded),
+        reason=reason or _reason(stages, positions, loaded),
         actions=(*actions, *settled),
         warnings=tuple(warnings),
         positions=tuple(positions),
@@ -232,8 +305,9 @@ def _reason(stages: Stages, positions: Sequence[Step], loaded: Sequence[Rank]) -
     alone = sorted({*loaded} - {*back})
     if alone:
         parts.append(
-            f"no replica of {name_ranks(alone)} lives: the lost steps are computed again from what the other stages "
-            "have sent" + ("" if back else "; they keep their state")
+            ("" if {*alone} - {*lost} else f"no replica of {name_ranks(alone)} lives: ")
+            + "the lost steps are computed again from what the other stages have sent"
+            + ("" if back else "; they keep their state")
         )
     if back:
         parts.append(

@@ -105,6 +105,8 @@ def _init_protected(environment: Environment, agent: str, timeout: timedelta) ->
             ranks_here=environment.ranks_here,
             host=_host(environment),
             snapshot_every=environment.snapshot_every,
+            ckpt=environment.ckpt,
+            rules=environment.rules,
         ),
     )
     dist.init_process_group("regrow", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from regrow import data
+from regrow.run.approximate import Approximate, given
 from regrow.run.contact import is_schedule
 from regrow.run.roles import Roles
 from regrow.run.step import Batches, Step
@@ -35,6 +36,7 @@ class Run(ABC):
         self._checkpoint_dir: str | os.PathLike[str] | None = None
         self._checkpoint_every = 100
         self._build_stage: Callable[[int], nn.Module] | None = None
+        self._approximate: Approximate | None = None
 
     def protect(
         self,
@@ -46,6 +48,7 @@ class Run(ABC):
         checkpoint_every: int | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         build_stage: Callable[[int], nn.Module] | None = None,
+        approximate: bool | Approximate = False,
         **objects: Any,
     ) -> None:
         """Say what must survive: the model, its optimizer, schedulers, scaler, loader, anything with a state_dict.
@@ -65,6 +68,9 @@ class Run(ABC):
             checkpoint_dir: where to; each rank must find its own again there. By default, in the log directory.
             build_stage: for pipelines with a schedule: returns a module like the one of the ``PipelineStage`` with this
                 index, whatever its values. With it, idle ranks compute micro-batches of a stage that is replayed.
+            approximate: for sharded models and pipelines: where nothing exact is left of a lost rank, let it go on with
+                values that are some steps old, while the others keep theirs; the result is then not the undisturbed
+                run's. ``True``, or a ``regrow.Approximate`` that says how often what is saved. The same on all ranks.
         """
         if self._started:
             raise ValueError("protect() comes before run.steps()")
@@ -108,6 +114,7 @@ class Run(ABC):
         self._registry.add(objects)
         if self._loader is not None and self._stage is None:
             self._loader.bind(self.rank, self.world_size)  # of a pipeline's ranks, replicas share the data: see steps()
+        self._approximate = given(approximate) or self._approximate
         self._wait_free = self._wait_free or wait_free
         self._exact = self._exact and exact
         self._check()

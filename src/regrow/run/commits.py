@@ -56,11 +56,14 @@ class Checkpoints:
         # a name of its own: what an earlier run has left in the same place must never be taken for this one's
         self._directory = base / f"regrow-{roles.nonce}" / f"rank{rank}"
         self._writer = checkpoint.Writer(self._directory, registry, self._written)
+        self.bytes_s: float | None = None
+        """At how many bytes a second the last one was written."""
         self._bad: dict[Step, str] = {}
         self._settled = threading.Lock()  # several commits may end at once
         self._committed: list[Step] = []
         self._refused: set[Step] = set()
         """Checkpoints that somebody could not write: they serve for the loss of this rank alone."""
+        self._at_once = False
 
     def take_over(self) -> None:
         """This is a replacement: see what its predecessor has left."""
@@ -78,26 +81,37 @@ class Checkpoints:
         """Return the steps whose checkpoints this rank has, as far as it knows whole."""
         return [step for step in checkpoint.saved(self._directory) if step not in self._bad]
 
-    def first(self, small: image.Small) -> None:
+    def first(self, step: Step, small: image.Small) -> None:
         """Write the first one, before anyone hears that the set-up is done: from then on it may be needed.
 
         Training goes on without it where it cannot be written, and that is said.
         """
-        self._writer.save(Step(0), small)
+        self._writer.save(step, small)
         if not self._writer.wait(_FIRST_S):
             self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
 
     def at_start(self, step: Step, small: image.Small) -> None:
         """Take a checkpoint if one is due at the start of this step."""
-        if step == 0 or step % self._every or (step in self._committed and step not in self._bad):
+        due = step != 0 and step % self._every == 0 and (step not in self._committed or step in self._bad)
+        if not due and not self._at_once:
             return
         if self._writer.busy:
             self._event("checkpoint_skipped", step=step, why="the one before is still being written")
             self._in_background(self._refuse, step)
             return
         began = time.monotonic()
+        self._at_once = False
         self._writer.save(step, small)
         self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
+
+    def forget_all(self) -> None:
+        """The state is none that these lead to: remove them, and take another one at once."""
+        self._writer.wait(_FIRST_S)
+        with self._settled:
+            for step in checkpoint.saved(self._directory):
+                self._writer.remove(step)
+            self._committed.clear()
+        self._at_once = True
 
     def read(self, step: Step) -> image.Image:
         """Read this rank's checkpoint; a damaged one is named, and not counted on again."""
@@ -127,6 +141,7 @@ class Checkpoints:
             return
         testing.point("checkpoint_written", step)
         self._bad.pop(step, None)
+        self.bytes_s = nbytes / max(seconds, 0.01)  # finer than that, it is not measured
         self._tidy()
         self._event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds)
         self._in_background(self._commit, step)

@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from regrow.rules import Rules
+from regrow.run.checkpointing import Checkpointing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -36,6 +39,10 @@ class Environment:
     """After how many steps another one is taken; ``None``: as often as the network allows."""
     snapshot_domain: str | None
     """What this host fails together with; ``None``: it fails by itself."""
+    ckpt: Checkpointing | None
+    """Where checkpoints of the whole job go to; ``None``: there are none."""
+    rules: Rules
+    """What was said of how a loss is met."""
     node: int
     ranks_here: int
     """How many ranks this host has."""
@@ -61,6 +68,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         snapshot_copies=int(environ.get("REGROW_SNAPSHOT_COPIES", "1")),
         snapshot_every=_number(environ.get("REGROW_SNAPSHOT_EVERY", "auto")),
         snapshot_domain=environ.get("REGROW_SNAPSHOT_DOMAIN"),
+        ckpt=_checkpointing(environ.get("REGROW_CKPT")),
+        rules=_rules(environ.get("REGROW_RULES")),
         node=int(environ.get("GROUP_RANK", "0")),
         ranks_here=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         torchrun=all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
@@ -69,6 +78,14 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 
 def _number(text: str) -> int | None:
     return None if text == "auto" else int(text)
+
+
+def _checkpointing(text: str | None) -> Checkpointing | None:
+    return None if text is None else Checkpointing(**json.loads(text))
+
+
+def _rules(text: str | None) -> Rules:
+    return Rules() if text is None else Rules.from_json(json.loads(text))
 
 
 def _keeper(text: str | None) -> tuple[str, int, str] | None:

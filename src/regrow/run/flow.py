@@ -55,7 +55,11 @@ class Flow:
 
     def _send(self, copy: Copy, tag: int) -> list[Any]:
         params = self._params(copy)
-        shared, large = self._small.shared() if copy.params is None else (b"", [])
+        shared, large = b"", list[torch.Tensor]()
+        if copy.small:
+            shared, large = self._small.donated()
+        elif copy.params is None:
+            shared, large = self._small.shared()
         tensors = [tensor for param in params for tensor in bundles.tensors_of(param)] + large
         pending = []
         if copy.sources[0] == self._rank:
@@ -89,5 +93,7 @@ class Flow:
         self.receiving_s += time.monotonic() - began
         for bundle in incoming:
             bundle.install()
-        if copy.params is None:
+        if copy.small:
+            self._small.load_both(shared, large)
+        elif copy.params is None:
             self._small.load_shared(shared, large)

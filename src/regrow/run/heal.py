@@ -6,37 +6,41 @@ by then.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from regrow import fsdp, testing
 from regrow.ddp import Buckets
-from regrow.errors import PeerLost, Superseded, Unrecoverable
+from regrow.errors import PeerLost, StartOver, Superseded, Unrecoverable
 from regrow.group import Fabric
 from regrow.ids import Generation, Rank, Step
 from regrow.journal import Damaged
 from regrow.peer import memory
-from regrow.plan import Copy, Holding, Load, Own, Plan, Restore, Settle, Undo, make_plan
+from regrow.plan import Copy, Holding, Load, Own, Patch, Plan, Restore, Settle, Undo, decision, make_plan
+from regrow.rules import Rules, Source
 from regrow.run.flow import Flow
+from regrow.run.gather import gather_json
 from regrow.run.link import Link
 from regrow.run.mirror import MirroredSlots
+from regrow.run.rounds import Rounds
 from regrow.run.snapshots import Snapshots
 from regrow.run.stages import Stages
-from regrow.slots import Left
+from regrow.run.standing import Standing
+from regrow.run.tolls import Tolls
 from regrow.state import image
 from regrow.state.registry import Registry
 from regrow.state.small import SmallState
 from regrow.updates import Updates
 
+if TYPE_CHECKING:  # what they know takes seconds to import, and most runs do not need it
+    from regrow.run.disk import Disk
 
-class Healer:
+
+class Healer(Standing):
     """Brings this rank to the world's newest generation, with the state that the plan gives it."""
 
     def __init__(
@@ -52,59 +56,24 @@ class Healer:
         stages: Stages | None,
         snapshots: Snapshots | None,
         mirror: MirroredSlots | None,
+        disk: Disk | None,
+        rounds: Rounds | None,
         dead_after_s: float,
+        rules: Rules,
+        tolls: Tolls,
     ) -> None:
-        self._rank = rank
+        super().__init__(rank, registry, small, updates, buckets)
         self._link = link
         self._fabric = fabric
-        self._registry = registry
-        self._small = small
-        self._updates = updates
-        self._buckets = buckets
         self._stages = stages
         self._snapshots = snapshots
         self._mirror = mirror
+        self._disk = disk
+        self._rounds = rounds
         self._sharded = [root for module in registry.modules.values() for root in fsdp.roots(module)]
-        self.moved = False
-        """Whether a plan has put this rank elsewhere than it was, perhaps to another try of the same step's number."""
         self._dead_after_s = dead_after_s
-        self._left: Left | None = None
-        self._layouts: list[Any] = []
-        """The layouts of DDP's buckets at the start of the plan's step."""
-        self.step: Step | None = Step(0)
-        """Completed steps; ``None`` while this rank is a replacement that holds nothing."""
-
-    def arrive(self, left: Left) -> None:
-        """This is a replacement: it holds nothing but what its predecessor left."""
-        self.step = None
-        self._left = left
-
-    def capture(self) -> None:
-        """Take the state at the start of a step; a retry goes on from what was taken the first time."""
-        assert self.step is not None
-        if self._small.step != self.step:
-            self._small.capture(self.step)
-            for buckets in self._buckets:
-                buckets.start()
-
-    def small_part(self) -> image.Small:
-        """Return what ``capture`` took, for a checkpoint."""
-        own, shared, large = self._small.captured()
-        return image.Small(own, shared, large, [buckets.at_start() for buckets in self._buckets])
-
-    @contextmanager
-    def preserving(self) -> Iterator[None]:
-        """Take away the traces that running the model within leaves in buffers, random numbers and DDP."""
-        with ExitStack() as stack:
-            stack.enter_context(self._small.preserving())
-            for buckets in self._buckets:
-                stack.enter_context(buckets.preserving())
-            yield
-
-    def settle_buckets(self) -> None:
-        """Let DDP's buckets be what they are to be in the next step, while this one can still be done again."""
-        for buckets in self._buckets:
-            buckets.settle()
+        self._rules = rules
+        self._tolls = tolls
 
     def join(self) -> None:
         """Join the newest generation; afterwards ``step`` says where to go on."""
@@ -147,6 +116,8 @@ class Healer:
         """Drop what the interrupted backward left behind: half-reduced gradients, DDP's unfinished reduction."""
         if self._snapshots is not None:
             self._snapshots.abandon()
+        if self._disk is not None:
+            self._disk.abandon()
         if self._mirror is not None:
             self._mirror.pause()
         for root in self._sharded:
@@ -174,6 +145,7 @@ class Healer:
         if self._mirror is not None:
             holdings = self._mirror.heard(holdings, envelopes)
         plan = self._plan(holdings, generation)
+        fresh = self.step is None
         if self._mirror is not None and self.step is None:
             self._left = self._mirror.fetch(self._rank) or self._left
         self._layouts = _layouts(plan, holdings, envelopes, self._rank)
@@ -183,22 +155,45 @@ class Healer:
             self._stages.resume(generation, plan, envelopes)
         if self._snapshots is not None:
             self._snapshots.resume(generation, plan.step, envelopes)
+        if self._disk is not None:
+            self._disk.resume(generation, plan.step, envelopes)
         if self._mirror is not None:
             self._mirror.resume(generation, plan.position(self._rank))
         dist.barrier()
+        self._set_back = False
+        if plan.approximate:  # not before: should this fail, what is exact of others is still needed
+            self._begin_anew(generation, plan.step)
+        if self._rounds is not None:
+            self._rounds.resume(plan.position(self._rank), replaced=fresh or self._replaced)
+        self._perturbed = self._replaced = False
         if self._rank == _speaker(holdings):
             self._link.send({"type": "kv_purge", "prefix": f"gen{generation - 1}/"})
         self._link.send({"type": "resumed", "generation": generation, "step": self.step})
         self._event("resumed", generation=generation, step=self.step)
 
+    def _begin_anew(self, generation: Generation, step: Step) -> None:
+        """Give up what is older than the state that all go on with: it was never computed from that."""
+        if self._snapshots is not None:
+            self._snapshots.begin_anew(generation)
+        if self._stages is not None:
+            self._stages.begin_anew(step)
+
     def _plan(self, holdings: list[Holding], generation: Generation) -> Plan:
-        """Return the plan. If nobody lives and there is none, all start from the beginning: that ends this process."""
+        """Return the plan. If nobody lives and there is none, all start from the beginning: that ends this process.
+
+        So they do where the policy would have everyone go back, and there is nothing yet to go back to.
+        """
         try:
-            return make_plan(holdings)
+            return make_plan(holdings, self._rules)
         except Unrecoverable as error:
-            if not all(holding.fresh for holding in holdings):
+            if self._rank == _speaker(holdings):
+                recorded = decision.to_json(holdings, self._rules, None, str(error))
+                self._event("no_plan", generation=generation, **recorded)
+            everyone = isinstance(error, StartOver)
+            if not everyone and not all(holding.fresh for holding in holdings):
                 raise
-            self._link.send({"type": "forgotten", "generation": generation, "why": str(error)})
+            said = {"type": "forgotten", "generation": generation, "why": str(error), "everyone": everyone}
+            self._link.send(said)
             self._link.wait_for(lambda world: False, timeout_s=self._link.world.setup_deadline_s)
             raise
 
@@ -228,28 +223,20 @@ class Healer:
             **(self._stages.envelope() if self._stages is not None else {}),
             **(self._snapshots.envelope() if self._snapshots is not None else {}),
             **(self._mirror.envelope() if self._mirror is not None else {}),
+            **(self._disk.envelope() if self._disk is not None else {}),
         }
-        mine = torch.frombuffer(bytearray(json.dumps(envelope).encode()), dtype=torch.uint8)
-        world = dist.get_world_size()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]))
-        longest = int(max(sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-        dist.all_gather(gathered, padded)
-        texts = [bytes(part[: int(size)].tolist()) for part, size in zip(gathered, sizes, strict=True)]
-        return [json.loads(text) for text in texts]
+        return gather_json(envelope)
 
     def _holding(self) -> Holding:
         undoable, exact, why_not = self._updates.undoable()
         left = self._left
+        whole = self._rules.heals and self.step is not None and not self._updates.begun and not self._perturbed
         return Holding(
             rank=self._rank,
             step=self.step,
             params=len(self._registry.params),
             layout=self._registry.layout(),
-            updated=self._updates.updated(),
+            updated=self._registry.everything() if self._perturbed else self._updates.updated(),
             undoable=undoable,
             exact=exact,
             why_not=why_not,
@@ -257,17 +244,29 @@ class Healer:
             own_steps=tuple(left.starts) if left is not None else (),
             live_step=left.live[0] if left is not None and left.live is not None else None,
             state_bytes=self._registry.state_bytes(),
-            checksum=self._registry.checksum() if self.step is not None and not self._updates.begun else None,
+            checksum=self._registry.checksum() if whole else None,
+            set_back=self._set_back,
+            costs=self._tolls.costs(
+                {
+                    **(self._stages.rates() if self._stages is not None else {}),
+                    **(self._snapshots.rates() if self._snapshots is not None else {}),
+                    **(self._disk.rates() if self._disk is not None else {}),
+                }
+            ),
             **(self._stages.holding() if self._stages is not None else {}),
             **(self._snapshots.holding() if self._snapshots is not None else {}),
+            **(self._disk.holding() if self._disk is not None else {}),
+            **(self._rounds.holding(fresh=self.step is None) if self._rounds is not None else {}),
         )
 
     def _announce(self, plan: Plan, holdings: list[Holding], generation: Generation) -> None:
         if self._rank != _speaker(holdings):
             return
-        lines = plan.lines()
-        self._event("plan", generation=generation, lines=lines, reason=plan.reason, step=plan.step)
-        text = "\n".join(f"[regrow]   {line}" for line in lines)
+        recorded = decision.to_json(holdings, self._rules, plan)
+        if plan.cost is not None:
+            recorded |= {"expected": plan.cost.expected, "bound": plan.cost.bound, "c": plan.cost.fit.c}
+        self._event("plan", generation=generation, reason=plan.reason, step=plan.step, **recorded)
+        text = "\n".join(f"[regrow]   {line}" for line in plan.lines())
         with suppress(OSError):  # a log that cannot be written is no reason not to heal
             print(f"[regrow] plan for generation {generation}\n{text}", file=sys.stderr, flush=True)
 
@@ -278,21 +277,23 @@ class Healer:
         fresh = {holding.rank for holding in holdings if holding.fresh}
         mine = [action for action in plan.actions if not isinstance(action, Copy) and action.rank == self._rank]
         copies = [action for action in plan.actions if isinstance(action, Copy)]
+        if plan.approximate and any(copy.rank == self._rank for copy in copies):
+            self._perturbed = True
         for action in mine:
             if isinstance(action, Undo):
                 self._updates.undo(action.params)
-            elif isinstance(action, Load):
-                assert self._stages is not None
-                self._install(self._stages.checkpoints.read(action.step))
-                self._stages.transport.move(action.step)
-            elif isinstance(action, Restore):
-                assert self._snapshots is not None
-                with self._snapshots.restoring(action.step, action.node) as saved:
-                    self._install(saved)
+            elif isinstance(action, (Load, Restore)):
+                self._fetch(action, near=holdings[self._rank].node)
+            elif isinstance(action, Patch):
+                assert self._rounds is not None
+                self._perturbed = True
+                self._large = self._rounds.put_back(action.step)
         testing.point("before_transfer", plan.step)
         settle = next(action for action in mine if isinstance(action, Settle))
-        if self._rank not in fresh:
-            self._settle(settle)  # before anything is sent: what survivors share must be as at the step's start
+        # before anything is sent: what ranks share must be as at the step's start, on one that was put back as well
+        settles_first = self._rank not in fresh or settle.own is Own.LEFT
+        if settles_first:
+            self._settle(settle)
         flow = Flow(self._fabric.world, self._rank, self._registry, self._small)
         for phase in (
             [copy for copy in copies if copy.rank not in fresh],
@@ -300,7 +301,9 @@ class Healer:
         ):
             for copy in flow.run(phase):
                 self._received(copy)
-        if self._rank in fresh:
+                if copy.params is None:
+                    self._tolls.fetched(Source.REPLICA, flow.bytes_in / len(copy.sources), flow.receiving_s)
+        if not settles_first:
             self._settle(settle)
         testing.point("after_transfer", plan.step)
         self._event(
@@ -312,50 +315,28 @@ class Healer:
             seconds=time.monotonic() - began,
         )
 
-    def _install(self, saved: image.Image) -> None:
-        """Go back to this rank's own checkpoint or snapshot: all of its state is then that of the step's start."""
-        self._updates.complete()  # whatever the interrupted step has done is overwritten
-        self.step, self._left = None, self._small.left()  # if it is found damaged, this rank is its own replacement
-        saved.install(self._registry)
-        self._small.load_shared(saved.small.shared, saved.small.large)
-        self._small.load_own(saved.small.own, cursor=True)
-        self._layouts = saved.small.layouts
-        self._left = None
-        self._arrived(saved.step)
-        self.moved = True
+    def _fetch(self, action: Load | Restore, *, near: int) -> None:
+        """Take a checkpoint or a snapshot, and note how long that takes. ``near``: this host."""
+        began = time.monotonic()
+        if isinstance(action, Load):
+            source = Source.DISK if action.whole else Source.ROLLBACK
+            self._load(action)
+        else:
+            source = Source.MEMORY if action.node in (None, near) else Source.PEER
+            assert self._snapshots is not None
+            with self._snapshots.restoring(action.step, action.node) as saved:
+                self._install(saved)
+        self._tolls.fetched(source, self._registry.state_bytes(), time.monotonic() - began)
 
-    def _received(self, copy: Copy) -> None:
-        """A copy to this rank is in place: from now on that is what it holds."""
-        if copy.params is not None:
-            self._updates.forget(copy.params)
-        elif copy.staged:
-            self._updates.complete()
-            self._arrived(copy.step)
-
-    def _settle(self, action: Settle) -> None:
-        match action.own:
-            case Own.CAPTURED:
-                self._small.restore()
-            case Own.CURRENT | Own.CHECKPOINT | Own.SNAPSHOT:
-                pass  # captured when the copy was put in place
-            case Own.PREDECESSOR:
-                assert self._left is not None
-                self._take_over(self._left.starts[action.step], action.step)
-            case Own.PREDECESSOR_LIVE:
-                assert self._left is not None and self._left.live is not None
-                self._take_over(self._left.live[1], action.step)
-
-    def _take_over(self, own: bytes, step: Step) -> None:
-        self._small.load_own(own, cursor=True)
-        self._arrived(step)
-        self._left = None
-
-    def _arrived(self, step: Step) -> None:
-        """From now on this rank holds the state at the start of ``step``, its predecessor's or another rank's."""
-        for buckets, layout in zip(self._buckets, self._layouts, strict=True):
-            buckets.take(layout)
-        self._small.capture(step)
-        self.step = step
+    def _load(self, action: Load) -> None:
+        if action.whole:
+            assert self._disk is not None
+            self._install(self._disk.read(action.step))
+        else:
+            assert self._stages is not None
+            self._install(self._stages.checkpoints.read(action.step))
+        if self._stages is not None:
+            self._stages.transport.move(action.step)
 
     def _event(self, name: str, **fields: Any) -> None:
         self._link.send({"type": "event", "event": name, "t": time.time(), **fields})
@@ -375,4 +356,7 @@ def _layouts(plan: Plan, holdings: list[Holding], envelopes: list[dict[str, Any]
     for holding, envelope in zip(holdings, envelopes, strict=True):
         if holding.step == step and holding.stage == stage:
             return list(envelope["buckets"])
-    return []
+    if not plan.approximate:
+        return []
+    sources = [action.sources[0] for action in plan.actions if isinstance(action, Copy) and action.rank == rank]
+    return list(envelopes[sources[0] if sources else rank]["buckets"])

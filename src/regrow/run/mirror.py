@@ -91,10 +91,10 @@ class MirroredSlots(Slots):
         for kind, (at, payload) in self._last.items():
             self._copies.put_small(kind, at, payload)
 
-    def first(self, generation: int, hosts: Sequence[dict[str, Any]]) -> None:
-        """The run begins."""
+    def first(self, generation: int, step: Step, hosts: Sequence[dict[str, Any]]) -> None:
+        """The run begins, at this step."""
         self._copies.heard(hosts)
-        self.resume(generation, Step(0))
+        self.resume(generation, step)
 
     def sever(self) -> None:
         """Wake whoever waits for another host."""

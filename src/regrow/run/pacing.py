@@ -3,7 +3,8 @@
 The sender asks before every piece. While a collective is under way it waits; in an idle span it sends as much as the
 span, by the profile of the iterations before, still has room for. Pieces are small and hardly any of them is in the
 kernel's hands at a time, so that a collective that comes early is not held up. An update that waits for the end of the
-traffic is worse than traffic beside a collective: then everything goes at once.
+traffic is worse than traffic beside a collective: then everything goes at once. So it does beside a collective that
+stands still: it waits for a rank and not for the network, and that rank may wait for what is to be sent here.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _LEAST, _MOST = 64 << 10, 4 << 20
 _FIRST_BYTES_S = 100e6
 _MEASURE_S = 0.02
 _LOOK_EVERY_S = 0.05
+_STANDS_STILL_S = 1.0
+"""A collective that takes so long, and has nothing left to send here, waits for somebody."""
 _NEWER = 0.3
 
 
@@ -111,7 +114,7 @@ class Pacer:
             unsent = outgoing(connection)
             link = self.link()
             piece = min(max(int(link.bytes_s * _PIECE_S), _LEAST), _MOST)
-            if self._hurry():
+            if self._hurry() or self._stands_still():
                 self.hurried_bytes += min(left, piece)
                 return self._promise(left, piece)
             idle = self._idle()
@@ -134,11 +137,16 @@ class Pacer:
         """Wait for an idle span with so much time left, if there are any: collectives need the host's memory, too."""
         while self.spans_s is not None and max(self.spans_s, default=0.0) > 2 * seconds and not self._hurry():
             self._look()
+            if self._stands_still():
+                return
             idle = self._idle()
             if idle is not None:
                 if remaining_s(idle.span, idle.elapsed_s, self.spans_s, 1.0) > seconds:
                     return
                 self._activity.wait(_LOOK_EVERY_S)
+
+    def _stands_still(self) -> bool:
+        return self._activity.busy_s() > _STANDS_STILL_S and self._fabric.unsent() <= _LEAST
 
     def _idle(self) -> Idle | None:
         """Return whether the network is idle; if not, after a while."""

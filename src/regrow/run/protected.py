@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrow import testing
 from regrow.courier import Courier
@@ -17,21 +19,30 @@ from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
 from regrow.journal import Damaged
 from regrow.peer.memory import Shelf
+from regrow.rules import Policy
 from regrow.run import raised, refusals, warm
 from regrow.run.base import Run
+from regrow.run.checkpointing import Checkpointing
 from regrow.run.copies import Copies
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
 from regrow.run.mirror import MirroredSlots
 from regrow.run.pacing import Pacer
+from regrow.run.parts import Parts
+from regrow.run.rank_blocks import RankBlocks
 from regrow.run.roles import Roles
+from regrow.run.rounds import Rounds, directory_for
 from regrow.run.shared_step import Unshareable
 from regrow.run.snapshots import Snapshots
 from regrow.run.stages import Place, Stages
 from regrow.run.step import Step
+from regrow.run.tolls import Tolls
 from regrow.slots import Slots
 from regrow.state.small import SmallState
 from regrow.updates import Updates
+
+if TYPE_CHECKING:
+    from regrow.run.disk import Disk
 
 _REDUCTIONS_BY_BROADCAST = ("broadcast",)
 
@@ -53,15 +64,14 @@ class ProtectedRun(Run):
     ) -> None:
         super().__init__(rank, world_size)
         self._place = place
-        self._stages: Stages | None = None
-        self._snapshots: Snapshots | None = None
+        self._parts = Parts()
+        self._tolls = Tolls()
         self._shelf = Shelf(small_state_path.with_suffix(".snapshot"))
         self._link = link
         self._fabric = fabric
         self._replacement = replacement
         self._small_state_path = small_state_path
         self._slots = Slots(small_state_path)
-        self._mirror: MirroredSlots | None = None
         self._dead_after_s = dead_after_s
         self._in_step = False
         self._interrupted: str | None = None
@@ -88,6 +98,7 @@ class ProtectedRun(Run):
 
     def _check(self) -> None:
         refusals.check(self._registry, wait_free=self._wait_free, staged=self._stage is not None)
+        refusals.check_policy(self._place.rules.policy, staged=self._stage is not None)
 
     # the loop --------------------------------------------------------------------------------------------------------
 
@@ -95,7 +106,7 @@ class ProtectedRun(Run):
         """Yield the steps 0 to ``count`` - 1; an interrupted one is yielded again."""
         healer = self._start()
         assert self._small is not None and self._updates is not None
-        batches = self._batches()
+        batches, parts = self._batches(), self._parts
         for_step = healer.step
         while True:
             # Before anything is healed: whoever has completed a step goes back to the start of the next one, if at all.
@@ -106,23 +117,24 @@ class ProtectedRun(Run):
             if healer.step != for_step or healer.moved:
                 batches.next_step()
                 for_step, self._attempt, healer.moved = healer.step, 0, False
-            if self._stages is not None and not self._help(self._stages):
-                continue
+            if parts.stages is not None:
+                with self._interruptible(waiting=True):
+                    parts.stages.help()
+                if self._interrupted is not None:
+                    continue
             if healer.step >= count:
-                if self._finish(healer):
+                if parts.disk is not None:
+                    with self._interruptible(waiting=True):
+                        parts.disk.finish(healer.step, healer.small_part())
+                if self._interrupted is None and self._finish(healer):
                     self._fabric.before_collective = None
-                    if self._stages is not None:
-                        self._stages.close()
-                    if self._snapshots is not None:
-                        self._snapshots.close()
-                    if self._mirror is not None:
-                        self._mirror.close()
+                    parts.close()
                     return
                 continue
-            if self._stages is not None and not self._begin(self._stages, healer):
+            with self._interruptible():
+                parts.begin(healer.step, healer.small_part)
+            if self._interrupted is not None:
                 continue
-            if self._snapshots is not None:
-                self._snapshots.begin(healer.step, healer.small_part())
             self._updates.begin(healer.step)
             step = Step(self, healer.step, batches, attempt=self._attempt)
             self._attempt += 1
@@ -130,29 +142,17 @@ class ProtectedRun(Run):
             if not step.entered:
                 raise ValueError("the loop's body must be in `with step:`, or regrow cannot tell when a step is done")
 
-    def _help(self, stages: Stages) -> bool:
-        """Help with another rank's replay, if that is this rank's part; whether it came to its end."""
-        self._waiting = True
+    @contextlib.contextmanager
+    def _interruptible(self, *, waiting: bool = False) -> Iterator[None]:
+        """What is done in it may find out that a peer is lost; then the loop is to heal. ``waiting``: for others."""
+        self._waiting = waiting
         try:
-            stages.help()
-        except PeerLost as lost:
-            self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
-            return False
-        finally:
-            self._waiting = False
-        return True
-
-    def _begin(self, stages: Stages, healer: Healer) -> bool:
-        """A step of a pipeline begins; whether all that its replay needs is there."""
-        assert healer.step is not None and self._small is not None
-        stages.checkpoints.at_start(healer.step, healer.small_part())
-        try:
-            stages.begin(healer.step)
+            yield
         except PeerLost as lost:
             self._interrupted, self._woken_t = f"{type(lost).__name__}: {lost}", time.time()
             self._found_here = isinstance(lost.__cause__, Damaged)
-            return False
-        return True
+        finally:
+            self._waiting = False
 
     def _start(self) -> Healer:
         if self._started:
@@ -162,22 +162,30 @@ class ProtectedRun(Run):
                 "nothing is protected: call run.protect(model=model, optimizer=optimizer) before run.steps()"
             )
         self._started = True
-        courier = None
-        if self._stage is not None or self._registry.sharded:
+        rules = replace(self._place.rules, approximate=self._approximate is not None)
+        courier = copies = None
+        committing = rules.policy is Policy.COMMIT
+        snapshotting = committing or (rules.heals and self._registry.sharded)
+        if self._stage is not None or snapshotting:
             courier = Courier(self.rank, self._place.host_addr, self._place.token, self._say)
-        copies = self._copies()
-        if copies is not None and not self._registry.sharded:  # of sharded state it is a part of the snapshots
-            self._slots = self._mirror = MirroredSlots(self._small_state_path, copies)
+        if rules.heals or committing:
+            copies = self._copies()
+        if copies is not None and not snapshotting:  # of sharded state it is a part of the snapshots
+            self._slots = self._parts.mirror = MirroredSlots(self._small_state_path, copies)
+        said = [rules.policy.value, self._place.snapshot_every if committing else None]
         roles = Roles.exchange(
             self._stage,
             self._place.domain(self.rank),
             courier.address if courier else ("", 0),
-            copies.envelope() if copies else None,
+            {"policy": said, **(copies.envelope() if copies else {})},
         )
+        refusals.check_policies([host["policy"] for host in roles.hosts])
         self._bind(roles)
-        self._small = SmallState(self._registry, self._slots, self._loader)
+        self._parts.rounds = self._make_rounds(roles) if rules.heals else None
+        alone = self._parts.rounds is not None
+        self._small = SmallState(self._registry, self._slots, self._loader, leave_shared=alone)
         if courier is not None and self._stage is None:
-            self._snapshots = Snapshots(
+            self._parts.snapshots = Snapshots(
                 Rank(self.rank),
                 self.world_size,
                 shelf=self._shelf,
@@ -188,12 +196,13 @@ class ProtectedRun(Run):
                 ranks_here=self._place.ranks_here,
                 pacer=self._pacer(copies),
                 every=self._place.snapshot_every,
+                blocking=committing,
                 superseded=lambda: self._link.generation != self._fabric.generation,
                 say=self._say,
                 event=self._event,
             )
         elif courier is not None:
-            self._stages = Stages(
+            self._parts.stages = Stages(
                 rank=Rank(self.rank),
                 roles=roles,
                 place=self._place,
@@ -208,7 +217,9 @@ class ProtectedRun(Run):
                 checkpoint_every=self._checkpoint_every,
                 replacement=self._replacement,
             )
-        self._updates = Updates(self._registry, exact=self._exact, undo=self._snapshots is None)
+        if self._place.ckpt is not None:
+            self._parts.disk = self._make_disk(self._place.ckpt, roles)
+        self._updates = Updates(self._registry, exact=self._exact, undo=rules.heals and self._parts.snapshots is None)
         if self._wait_free:
             self._updates.expect_early_updates()
         buckets = []
@@ -225,12 +236,18 @@ class ProtectedRun(Run):
             small=self._small,
             updates=self._updates,
             buckets=buckets,
-            stages=self._stages,
-            snapshots=self._snapshots,
-            mirror=self._mirror,
+            stages=self._parts.stages,
+            snapshots=self._parts.snapshots,
+            mirror=self._parts.mirror,
+            disk=self._parts.disk,
+            rounds=self._parts.rounds,
             dead_after_s=self._dead_after_s,
+            rules=rules,
+            tolls=self._tolls,
         )
         self._updates.before_update = self._before_update
+        self._updates.before_early_update = self._parts.settle
+        saved = self._parts.disk.find() if self._parts.disk is not None else None
         if self._replacement:
             healer.arrive(self._slots.left())
             self._fabric.go_live()
@@ -240,19 +257,50 @@ class ProtectedRun(Run):
             self._waiting = False
         else:
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
+            if saved is not None:
+                healer.begin_from(saved, self.world_size)
+                if self.rank == 0:
+                    self._say(f"goes on at step {saved.step}, from {saved.title}")
+                self._event("begun_from", step=saved.step, world=saved.world, generation=self._fabric.generation)
             healer.capture()
-            if self._stages is not None:
-                self._stages.first(healer.small_part())
-            if self._mirror is not None:
-                self._mirror.first(self._fabric.generation, roles.hosts)
-            if self._snapshots is not None:
-                self._snapshots.first(self._fabric.generation, healer.small_part(), roles)
+            begin = healer.step or StepNumber(0)
+            self._parts.first(self._fabric.generation, begin, healer.small_part, roles, saved=saved is not None)
             size = sum(param.tensor.nbytes for param in self._registry.params)
             self._link.on_generation = self._sever
-            done = {"type": "setup_done", "step": 0, "param_bytes": size, "kept": self._snapshots is not None}
+            kept = self._parts.snapshots is not None or self._parts.disk is not None
+            done = {"type": "setup_done", "step": begin, "param_bytes": size, "kept": kept}
             self._link.send(done, self._fabric.seal())
         self._fabric.before_collective = self._before_collective
         return healer
+
+    def _make_rounds(self, roles: Roles) -> Rounds | None:
+        """Return this rank's running checkpoint, if one may ever be used: not of plain replicas."""
+        if self._approximate is None or (self._stage is None and not self._registry.sharded):
+            return None
+        rank = Rank(self.rank)
+        return Rounds(
+            self._approximate,
+            directory_for(rank, roles.nonce, self._place.ckpt, self._place.scratch),
+            RankBlocks(self._registry, lambda: [] if self._small is None else self._small.captured()[2]),
+            slots=self._slots,
+            say=self._say,
+            event=self._event,
+        )
+
+    def _make_disk(self, settings: Checkpointing, roles: Roles) -> Disk:
+        from regrow.run.disk import Disk  # takes seconds, and most runs do without
+
+        return Disk(
+            Rank(self.rank),
+            roles,
+            settings=settings,
+            courier=Courier(self.rank, self._place.host_addr, self._place.token, self._say),
+            registry=self._registry,
+            replacement=self._replacement,
+            superseded=lambda: self._link.generation != self._fabric.generation,
+            say=self._say,
+            event=self._event,
+        )
 
     def _copies(self) -> Copies | None:
         """Return what brings this rank's snapshots to other hosts, if there are any."""
@@ -271,13 +319,13 @@ class ProtectedRun(Run):
         """Return what keeps snapshots that go to other hosts out of the collectives' way."""
         if copies is None:
             return None
-        return Pacer(self._fabric, copies.look, lambda: self._snapshots is not None and self._snapshots.waiting)
+        parts = self._parts
+        return Pacer(self._fabric, copies.look, lambda: parts.snapshots is not None and parts.snapshots.waiting)
 
     def _before_update(self) -> None:
         assert self._healer is not None
         self._healer.settle_buckets()
-        if self._snapshots is not None:
-            self._snapshots.settle()
+        self._parts.settle()
 
     def _say(self, text: str) -> None:
         print(f"[regrow] rank {self.rank}: {text}", file=sys.stderr, flush=True)
@@ -288,26 +336,17 @@ class ProtectedRun(Run):
     def _sever(self, world: WorldView) -> None:
         """In the watcher thread: wake the main thread, also if it is blocked on a peer that lives."""
         self._fabric.abort(f"generation {world.generation} begins", below=world.generation)
-        if self._stages is not None:
-            self._stages.sever(below=world.generation)
-        if self._snapshots is not None:
-            self._snapshots.sever(below=world.generation)
-        if self._mirror is not None:
-            self._mirror.sever()
+        self._parts.sever(below=world.generation)
 
     def _heal(self, healer: Healer) -> None:
         self._waiting = True
+        self._tolls.interrupted()
         problem, self._interrupted = self._interrupted, None
         found_here, self._found_here = self._found_here, False
         woken_t = time.time() if problem is None else self._woken_t
         if self._link.generation == self._fabric.generation:
             self._fabric.abort(problem or "")
-            if self._stages is not None:
-                self._stages.sever(below=self._fabric.generation + 1)
-            if self._snapshots is not None:
-                self._snapshots.sever(below=self._fabric.generation + 1)
-            if self._mirror is not None:
-                self._mirror.sever()
+            self._parts.sever(below=self._fabric.generation + 1)
             healer.wait_for_newer(
                 Generation(self._fabric.generation), problem or "a new generation began", found_here=found_here
             )
@@ -344,8 +383,8 @@ class ProtectedRun(Run):
         """The step's body begins."""
         assert self._healer is not None
         self._in_step = True
-        if self._stages is not None:
-            self._fabric.engage(self._stages.transport)
+        if self._parts.stages is not None:
+            self._fabric.engage(self._parts.stages.transport)
         testing.point("before_forward", self._healer.step)
 
     def leave(self, error: BaseException | None) -> bool:
@@ -355,19 +394,21 @@ class ProtectedRun(Run):
             try:
                 if not self._updates.begun:
                     self._before_update()
-                if self._stages is not None:
-                    self._stages.transport.end()
+                if self._parts.stages is not None:
+                    self._parts.stages.transport.end()
             except RuntimeError as lost:
                 if not self._is_peers_fault(lost):
                     raise
                 error = lost
         self._in_step = False
-        if self._stages is not None:
+        if self._parts.stages is not None:
             self._fabric.engage(None)
         if error is None:
             self._updates.complete()
-            if self._stages is not None:
-                self._stages.complete()
+            replayed = self._parts.stages is not None and self._parts.stages.transport.replaying
+            self._tolls.completed(time.monotonic(), replayed=replayed)
+            if self._parts.stages is not None:
+                self._parts.stages.complete()
             self._healer.step = StepNumber(self._healer.step + 1)
             if self._replacement:
                 self._replacement = False
@@ -402,7 +443,7 @@ class ProtectedRun(Run):
             return
         assert self._healer is not None and self._healer.step is not None
         assert self._small is not None and self._updates is not None
-        if self._stages is None or self._stages.publishes(op):
+        if self._place.rules.heals and (self._parts.stages is None or self._parts.stages.publishes(op)):
             self._small.publish(self._healer.step)
         if self._updates.begun and not self._wait_free:
             self._updates.expect_failures_after_update()
@@ -429,8 +470,5 @@ class ProtectedRun(Run):
         return {
             "step": self._step_in_progress(),
             "ops": self._fabric.ops_issued,
-            "waiting": self._waiting
-            or self._fabric.waiting
-            or (self._stages is not None and self._stages.waiting)
-            or (self._snapshots is not None and self._snapshots.waiting),
+            "waiting": self._waiting or self._fabric.waiting or self._parts.waiting,
         }

@@ -5,11 +5,15 @@ Looks at what the run was given, and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from regrow import undo
 from regrow.ddp import find_ddp
+from regrow.rules import Policy
 from regrow.state.registry import Registry
 from regrow.state.shards import is_zero
 
@@ -40,6 +44,26 @@ def check(registry: Registry, *, wait_free: bool, staged: bool) -> None:
         _check_wait_free(registry, wrapped)
         if staged:
             raise ValueError("protect(wait_free=True) is not supported together with stage= yet: use one or the other")
+
+
+def check_policy(policy: Policy, *, staged: bool) -> None:
+    """The same for what a policy cannot do."""
+    if staged and policy is Policy.COMMIT:
+        raise ValueError(
+            "--policy commit does not know pipelines (protect(stage=...)): compare with --policy checkfreq or restart"
+        )
+
+
+def check_policies(told: Sequence[Sequence[Any]]) -> None:
+    """Refuse hosts that would meet a loss differently: each rank's policy, and how often it commits."""
+    for rank, (policy, every) in enumerate(told):
+        if [policy, every] != [*told[0]]:
+            first = " ".join(str(word) for word in told[0] if word is not None)
+            other = " ".join(str(word) for word in (policy, every) if word is not None)
+            raise ValueError(
+                f"rank 0 was started with --policy {first}, rank {rank} with {other}: give all hosts the same "
+                "--policy and --commit-every"
+            )
 
 
 def _check_sharded(registry: Registry, *, wait_free: bool, staged: bool) -> None:

@@ -25,6 +25,7 @@ from regrow.peer.memory import Shelf
 from regrow.plan import Holding
 from regrow.plan.line import BEFORE_ALL, Line, extended, lies_on, merged
 from regrow.plan.placement import check_memory
+from regrow.rules import Source
 from regrow.run import gate, taking
 from regrow.run.copies import Copies
 from regrow.run.pacing import Pacer
@@ -75,6 +76,7 @@ class Snapshots:
         ranks_here: int,
         pacer: Pacer | None,
         every: int | None,
+        blocking: bool,
         superseded: Callable[[], bool],
         say: Say,
         event: Event,
@@ -82,10 +84,12 @@ class Snapshots:
         """``ranks_here``: how many ranks keep their snapshots in this host's memory.
 
         ``every``: one is taken at the start of every so many steps; ``None``: of as many as the network allows.
+        ``blocking``: a step that takes one begins when it is copied. ``every`` is then the same on all ranks.
         """
         self._pacer = pacer
         self._every = every
-        self._agreed = 1
+        self._blocking = blocking
+        self._agreed = self._until_agreed
         self._ranks_here = ranks_here
         self._rank = rank
         self._world = world
@@ -111,6 +115,11 @@ class Snapshots:
         self._taken = 0
         self._bytes = 0
 
+    @property
+    def _until_agreed(self) -> int:
+        """After how many steps the next one is taken while nothing was agreed on, as a replacement knows of nothing."""
+        return self._every if self._blocking and self._every is not None else 1
+
     # what there is ---------------------------------------------------------------------------------------------------
 
     def holding(self) -> dict[str, Any]:
@@ -127,6 +136,11 @@ class Snapshots:
             "generation": self._generation,
             "line": merged([self._line, *(head.line for head in heads), *(head.line for _, head in kept)]),
         }
+
+    def rates(self) -> dict[Source, float | None]:
+        """Return how many bytes a second snapshots were copied at, and sent."""
+        taken_s = self._bytes * self._taken / self._copy_s if self._copy_s > 0 else None
+        return {Source.MEMORY: taken_s, Source.PEER: None if self._pacer is None else self._pacer.bytes_s}
 
     def envelope(self) -> dict[str, Any]:
         """Return where this rank hears from the others, and where its host keeps their snapshots."""
@@ -187,10 +201,15 @@ class Snapshots:
                 task.over.wait()  # it is woken by the end of its generation, and looks up between two tensors
         self._task = self._before = None
 
+    def begin_anew(self, generation: int) -> None:
+        """All have gone on with a state that never was: no older snapshot is a past of it."""
+        self._line = extended(self._line, generation, BEFORE_ALL)
+        self._shelf.drop_unless(lambda head: lies_on(self._line, head.step, head.generation))
+
     def resume(self, generation: int, step: Step, envelopes: Sequence[dict[str, Any]]) -> None:
         """All go on at this step: what was taken of later ones will be taken again."""
         self._generation = generation
-        self._agreed = 1  # a replacement knows nothing of what was agreed
+        self._agreed = self._until_agreed
         if self._pacer is not None:
             self._pacer.resume()
         self._line = extended(self._line, generation, step)
@@ -221,7 +240,7 @@ class Snapshots:
     def _pacer_facts(self) -> dict[str, Any]:
         return {} if self._pacer is None else self._pacer.facts()
 
-    def first(self, generation: int, small: image.Small, roles: Roles) -> None:
+    def first(self, generation: int, step: Step, small: image.Small, roles: Roles) -> None:
         """Take the first one, before anyone hears that the set-up is done: from then on it may be needed."""
         self._generation = generation
         self._line = extended((), generation, BEFORE_ALL)
@@ -233,14 +252,18 @@ class Snapshots:
         room = self._shelf.room()
         check_memory(self._ranks_here * taking.expected_bytes(self._registry), keepers, room.bytes, room.limit)
         self._courier.resume(generation, roles.addresses)
-        self._copy(_Task(Step(0), generation, small))
+        self._copy(_Task(step, generation, small))
         if self._copies is not None:
-            self._copies.put(self._shelf.whole()[Step(0)])
+            self._copies.put(self._shelf.whole()[step])
 
     # a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, small: image.Small) -> None:
-        """A step begins: take a snapshot of its start, in the background, if it is time for one."""
+        """A step begins: take a snapshot of its start, in the background, if it is time for one.
+
+        Raises:
+            PeerLost: it was to be waited for, and the generation has ended meanwhile.
+        """
         if self._pacer is not None:
             self._pacer.turn()
         if self._task is not None and step < self._task.step + self._task.then:
@@ -252,6 +275,8 @@ class Snapshots:
         self._bad.discard(step)
         self._before, self._task = self._task, task
         threading.Thread(target=self._run, args=(task, self._before), name="regrow-snapshot", daemon=True).start()
+        if self._blocking:
+            self.settle()
 
     def settle(self) -> None:
         """The state is about to change: wait until the step's snapshot is taken."""

@@ -23,6 +23,8 @@ from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
 from regrow.plan import Plan, Replay
+from regrow.rules import Rules, Source
+from regrow.run.checkpointing import Checkpointing
 from regrow.run.commits import Checkpoints
 from regrow.run.contact import Contact
 from regrow.run.copies import Host
@@ -53,9 +55,15 @@ class Place:
     """Where snapshots of other hosts' ranks are kept; ``None``: there is but one host."""
     snapshot_every: int | None
     """After how many steps another one is taken; ``None``: as often as the network allows."""
+    ckpt: Checkpointing | None
+    """Where checkpoints of the whole job go to; ``None``: there are none."""
+    rules: Rules
+    """What was said of how a loss is met."""
 
     def domain(self, rank: int) -> str:
         """Return the name of what fails together with a rank of this node."""
+        if not self.rules.heals:
+            return "everyone"  # nothing is replayed, and so nothing journaled
         match self.failure_domain:
             case "host":
                 return f"host {self.node}"
@@ -108,6 +116,7 @@ class Stages:
         self._preserving = preserving
         self._world = len(roles.stages)
         self._checkpoint_every = checkpoint_every
+        self._heals = place.rules.heals
         stage = roles.stages[rank]
         assert stage is not None
         self.stage = stage
@@ -143,6 +152,7 @@ class Stages:
         )
         self._told = False
         self._gave_up = False
+        self._link_rate: float | None = None
         if replacement:
             self.checkpoints.take_over()
         self._build_stage = build_stage
@@ -176,6 +186,10 @@ class Stages:
             "damaged": tuple(sorted(self.transport.damaged)),
         }
 
+    def rates(self) -> dict[Source, float | None]:
+        """Return how many bytes a second this rank's checkpoints were written at, and messages come."""
+        return {Source.ROLLBACK: self.checkpoints.bytes_s, Source.REPLICA: self._link_rate}
+
     def envelope(self) -> dict[str, Any]:
         """Return what others must know besides: where the journal is, and which first contacts were made."""
         return {
@@ -202,6 +216,11 @@ class Stages:
             mine = next((action for action in replays if action.rank == self._rank), None)
             self._sharing.begin(*((mine.helpers, mine.alone_from) if mine is not None else ((), None)))
 
+    def begin_anew(self, step: Step) -> None:
+        """All have gone on with a state that never was: nothing older leads to it."""
+        self._journal.drop_before(step)
+        self.checkpoints.forget_all()
+
     def help(self) -> None:
         """Help another rank with its replay, if the plan says so, until it needs no more."""
         owner, self._helping = self._helping, None
@@ -217,8 +236,10 @@ class Stages:
                 self._say(f"this rank helps no more: {type(error).__name__}: {error}")
                 raise PeerLost(f"rank {self._rank} cannot help rank {owner}: {error}") from error
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, small: image.Small) -> None:
         """A step begins."""
+        if self._heals:  # else everyone goes back to a checkpoint of the whole job
+            self.checkpoints.at_start(step, small)
         self._meter.begin(time.monotonic(), self.transport.waited_s)
         self.transport.begin(step)
 
@@ -264,12 +285,18 @@ class Stages:
         for contact in self.contacts:
             contact.abandon()
 
-    def first(self, small: image.Small) -> None:
-        """Write the first checkpoint; before that, while the disk is at rest, see how fast messages are."""
-        rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
+    def first(self, step: Step, small: image.Small) -> None:
+        """Write the first checkpoint, of the step at which the run begins.
+
+        Before that, while the disk is at rest, see how fast messages are.
+        """
+        rate = self._link_rate = link_rate(self._courier, self._rank, self._world, self._fabric.timeout)
         before = (self._rank - 1) % self._world
         self._event("link_rate", pipeline=self._roles.nonce, peer=before, bytes_per_s=rate)
-        self.checkpoints.first(small)
+        if self._heals:
+            self.checkpoints.first(step, small)
+        if step > 0:
+            self.transport.move(step)
 
     def _committed(self, step: Step) -> None:
         self._gave_up = False

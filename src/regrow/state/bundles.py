@@ -50,6 +50,11 @@ def describe(param: Param) -> list[list[Any]]:
     return entries
 
 
+def unpacked(text: str) -> bytes:
+    """Return the encoded form of a value that ``describe`` has packed into JSON."""
+    return base64.b64decode(text)
+
+
 def tensors_of(param: Param) -> list[torch.Tensor]:
     """Return the parameter and its state tensors, in the order of ``describe``."""
     tensors = [shards.local(param.tensor)]
@@ -76,7 +81,7 @@ class Incoming:
         old = {} if param.optimizer is None else shards.state_of(param.optimizer).get(param.tensor, {})
         for key, kind, *rest in entries:
             if kind == "value":
-                self._state[key] = codec.decode(base64.b64decode(rest[0]))
+                self._state[key] = codec.decode(unpacked(rest[0]))
                 continue
             device = torch.device("cpu") if rest[2] else param.tensor.device
             reuse = old.get(key)

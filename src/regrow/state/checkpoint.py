@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from regrow import testing
+from regrow.files import flush_directory
 from regrow.ids import Step
 from regrow.state import image
 from regrow.state.image import Damaged, Image, Small
@@ -90,11 +91,7 @@ class Writer:
                 os.fsync(file.fileno())
                 nbytes = file.tell()
             torn.rename(path)
-            descriptor = os.open(self._directory, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            flush_directory(self._directory)
         except OSError as error:
             _remove(torn)
             where = "" if error.filename is not None else f" ({self._directory})"

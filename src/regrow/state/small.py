@@ -22,7 +22,8 @@ from regrow.state.rng import RandomNumbers, put_back
 LARGE_BYTES = 1 << 16
 """Tensors of shared objects from this size on are mirrored in place instead of being encoded each step."""
 
-_PLACE = "\0regrow.tensor"
+PLACE = "\0regrow.tensor"
+"""Marks the place of a large tensor; its number follows."""
 
 
 class Mirror:
@@ -44,7 +45,7 @@ def lift(value: Any, found: list[torch.Tensor]) -> Any:
     """Return ``value`` with its large tensors replaced by places, and append those tensors to ``found``."""
     if isinstance(value, torch.Tensor) and value.nbytes >= LARGE_BYTES:
         found.append(value)
-        return (_PLACE, len(found) - 1)
+        return (PLACE, len(found) - 1)
     if isinstance(value, dict):
         lifted = {key: lift(item, found) for key, item in value.items()}
         return lifted if type(value) is dict else _same_mapping(value, lifted)
@@ -55,7 +56,7 @@ def lift(value: Any, found: list[torch.Tensor]) -> Any:
 
 def lower(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Put the tensors back into the places that ``lift`` made."""
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _PLACE:
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == PLACE:
         return tensors[value[1]]
     if isinstance(value, dict):
         lowered = {key: lower(item, tensors) for key, item in value.items()}
@@ -74,8 +75,12 @@ def _same_mapping(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, 
 class SmallState:
     """Captures, publishes and puts back the small state of this rank."""
 
-    def __init__(self, registry: Registry, slots: Slots | None, cursor: Stateful | None) -> None:
+    def __init__(
+        self, registry: Registry, slots: Slots | None, cursor: Stateful | None, *, leave_shared: bool = False
+    ) -> None:
+        """``leave_shared``: write the shared state beside the own one, too, since no survivor may have it."""
         self._registry = registry
+        self._leave_shared = leave_shared
         self._slots = slots
         self._cursor = cursor
         self._random = RandomNumbers()
@@ -105,7 +110,7 @@ class SmallState:
         self._last_live = b""
         self.step = step
         if self._slots is not None:
-            self._slots.start(step, self._own)
+            self._slots.start(step, self._both() if self._leave_shared else self._own)
 
     def publish(self, step: Step) -> None:
         """Leave the own state for a replacement, before a collective by which others may complete the step.
@@ -123,6 +128,19 @@ class SmallState:
     def captured(self) -> tuple[bytes, bytes, list[torch.Tensor]]:
         """Return what ``capture`` took: own and shared state, and the large tensors of the shared."""
         return self._own, self._shared, [mirror.copy for mirror in self._mirrors]
+
+    def _both(self) -> bytes:
+        return codec.encode({"own": self._own, "shared": self._shared})
+
+    def donated(self) -> tuple[bytes, list[torch.Tensor]]:
+        """Return what ``capture`` took, all of it, for ``load_both`` on another rank."""
+        return self._both(), [mirror.copy for mirror in self._mirrors]
+
+    def load_both(self, payload: bytes, tensors: list[torch.Tensor] | None) -> None:
+        """Put own and shared state in place. ``tensors``: the large ones of the shared; ``None``: as they are now."""
+        state = codec.decode(payload)
+        self.load_own(state["own"], cursor=True)
+        self.load_shared(state["shared"], self._encode_shared()[1] if tensors is None else tensors)
 
     def left(self) -> Left | None:
         """Return what a replacement of this rank would find of its own state."""
@@ -159,6 +177,8 @@ class SmallState:
     def load_own(self, payload: bytes, *, cursor: bool) -> None:
         """Put own state in place, this rank's or the one that its predecessor left."""
         own = codec.decode(payload)
+        if "own" in own:  # the shared state was left beside it
+            own = codec.decode(own["own"])
         put_back(own["random"])
         others = codec.decode(own["others"]) if own["others"] else {}
         with torch.no_grad():
