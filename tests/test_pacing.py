@@ -219,3 +219,28 @@ def test_how_often_is_said_with_the_numbers():
     assert pacer.proposal(200_000_000, 1) == 3  # 2 s of traffic, 0.8 s of usable spans in each step
     said = pacer.explain(3, 200_000_000)
     assert "every 3 steps" in said and "200.00 MB" in said and "100.00 MB/s" in said and "1.000 s" in said
+
+
+def test_a_network_that_takes_nothing_for_a_moment_is_not_taken_for_dead(monkeypatch):
+    """Over a slow one, the first of what was sent may be on its way for longer than is looked at."""
+    pacer = Pacer(Wires(), look=lambda: None, hurry=lambda: False)
+    on_its_way = iter([0, 0, *[1_300_000] * 40])
+    monkeypatch.setattr("regrow.run.pacing.outgoing", lambda connection: next(on_its_way, 0))
+    connection, left = None, 2_000_000
+    began = time.monotonic()
+    while left:
+        left -= pacer.pace(connection, left)
+    assert time.monotonic() - began < 10
+    assert pacer.bytes_s is None or pacer.bytes_s > 10_000
+
+
+def test_what_goes_at_once_is_measured_too(monkeypatch):
+    """Where no span is long enough to learn from, nothing else would ever tell how slow the network is."""
+    pacer = Pacer(Wires(), look=lambda: None, hurry=lambda: True)
+    monkeypatch.setattr("regrow.run.pacing.outgoing", lambda connection: 0)
+    left = 2_000_000
+    while left:
+        sent = pacer.pace(None, left)
+        time.sleep(sent / 10e6)
+        left -= sent
+    assert pacer.bytes_s == pytest.approx(10e6, rel=0.3)

@@ -17,9 +17,10 @@ ARGS = ("--steps", "15", "--slow-s", "0.01")
 POINTS = ("checkpoint_write", "checkpoint_written", "checkpoint_commit")
 
 
-def check(*faults: Fault) -> Job:
+def check(*faults: Fault, args: tuple[str, ...] = ("--commit-first",)) -> Job:
+    """By default the job waits for its checkpoints now and then: else it may end before one is committed."""
     expected = undisturbed(*ARGS, nproc=3)
-    job = run_job(*ARGS, nproc=3, script=SCRIPT, faults=list(faults), flags=JOURNALED, spares=2)
+    job = run_job(*ARGS, *args, nproc=3, script=SCRIPT, faults=list(faults), flags=JOURNALED, spares=2)
     assert job.code == 0, job.output
     assert job.digests() == expected.digests(), job.output
     return job
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_takes_for_ever():
         Fault(point="checkpoint_write", rank=1, step=5, action="hang"),
         Fault(point="in_backward", rank=1, step=13, nth=2),
     ]
-    job = check(*faults)
+    job = check(*faults, args=())
     assert [(event["rank"], event["step"]) for event in job.events("checkpoint_skipped")] == [(1, 10)]
     assert {event["rank"] for event in job.events("checkpoint_refused") if event["step"] == 10} >= {0, 2}
     assert 10 not in committed(job) and committed(job)[5] >= {0, 2}

@@ -142,6 +142,14 @@ def die_together(out: Path, rank: int, count: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def until_committed(run: regrow.Run, step: int) -> None:
+    """Wait until every rank has its part of a checkpoint, or somebody has died of it."""
+    deadline = time.monotonic() + 60
+    while (run._parts.stages.checkpoints.last_committed or 0) < step and run._link.generation == run.generation:
+        assert time.monotonic() < deadline, f"the checkpoint of step {step} is not committed"
+        time.sleep(0.001)
+
+
 def values(model: nn.Module) -> list[float]:
     """Return all parameters, if they are few: some tests have small disks."""
     whole = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -166,6 +174,9 @@ def main() -> None:
     parser.add_argument("--noisy-loss", action="store_true")
     parser.add_argument("--twice", action="store_true", help="run the schedule twice in each step")
     parser.add_argument("--norm", choices=["batch", "layer", "none"], default="batch")
+    parser.add_argument(
+        "--commit-first", action="store_true", help="end no interval before its checkpoint is committed"
+    )
     parser.add_argument("--slow-s", type=float, default=0.0)
     parser.add_argument("--approximate", action="store_true")
     parser.add_argument("--lose", type=int, nargs=2, help="a step, and a rank that dies in it with its checkpoints")
@@ -241,6 +252,8 @@ def main() -> None:
             if args.lose == [step.index, run.rank] and step.attempt == 0 and run.generation == 0:
                 shutil.rmtree(run._parts.stages.checkpoints._directory)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if args.commit_first and step.index % args.every == args.every - 1:
+                until_committed(run, step.index + 1 - args.every)
             optimizer.zero_grad()
             found: list[torch.Tensor] = []
             if args.slow_s:

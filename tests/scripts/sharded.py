@@ -26,14 +26,14 @@ from regrow import state_digest
 from regrow.peer.room import Room
 
 
-def net() -> nn.Sequential:
-    blocks = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.ReLU(), nn.Dropout(0.2)) for _ in range(3)]
-    return nn.Sequential(nn.Linear(16, 24), *blocks, nn.Linear(24, 5))
+def net(width: int) -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(0.2)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 5))
 
 
-def sharded(how: str, world: int, mixed: bool) -> nn.Module:
+def sharded(how: str, world: int, mixed: bool, width: int) -> nn.Module:
     torch.manual_seed(0)
-    model = net()
+    model = net(width)
     if how == "zero":
         return DistributedDataParallel(model, bucket_cap_mb=0.005)
     mesh = init_device_mesh("cpu", (world,))
@@ -132,6 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", default="fsdp", choices=("fsdp", "hsdp", "zero"))
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--width", type=int, default=24)
+    parser.add_argument("--idle-s", type=float, default=0.0, help="the network has so long nothing to do in a step")
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--tail", action="store_true", help="a collective after the update")
@@ -158,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     run = regrow.init()
-    model = sharded(args.how, run.world_size, args.mixed)
+    model = sharded(args.how, run.world_size, args.mixed, args.width)
     torch.manual_seed(100 + run.rank)
     if args.how == "zero":
         opt: torch.optim.Optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -191,6 +193,7 @@ def main() -> None:
                 run._before_update()  # as for parameters that no other rank has
             opt.zero_grad()
             loss = nn.functional.cross_entropy(model(x).float(), y)
+            time.sleep(args.idle_s)
             loss.backward()
             if args.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -28,11 +28,15 @@ _PIECE_S = 0.006
 """How long a piece takes: as long may a collective that comes early be held up, twice at most."""
 _LEAST, _MOST = 64 << 10, 4 << 20
 _FIRST_BYTES_S = 100e6
+_LEAST_BYTES_S = 10e3
+"""No network counts as slower: one that takes nothing for a moment is not to be waited for till the end of days."""
 _MEASURE_S = 0.02
 _LOOK_EVERY_S = 0.05
 _STANDS_STILL_S = 1.0
 """A collective that takes so long, and has nothing left to send here, waits for somebody."""
 _NEWER = 0.3
+_HURRIED = -1
+"""Stands for the number of a span where everything goes at once."""
 
 
 class Pacer:
@@ -111,27 +115,28 @@ class Pacer:
         self._sent += max(self._left - left, 0)
         while True:
             self._look()
-            unsent = outgoing(connection)
+            now_s, unsent = time.monotonic(), outgoing(connection)
             link = self.link()
             piece = min(max(int(link.bytes_s * _PIECE_S), _LEAST), _MOST)
             if self._hurry() or self._stands_still():
+                self._measure((self._turns, _HURRIED), now_s, unsent)  # no collective is in its way
                 self.hurried_bytes += min(left, piece)
                 return self._promise(left, piece)
             idle = self._idle()
             if idle is None:
-                self._span = None
+                self._end_span(now_s, unsent)
                 continue
-            self._measure((self._turns, idle.span), unsent)
+            self._measure((self._turns, idle.span), now_s, unsent)
             room_s = remaining_s(idle.span, idle.elapsed_s, self.spans_s, self._share)
             fitting = piece if math.isinf(room_s) else link.fitting(room_s) - unsent
             allowed = min(fitting, 2 * piece - unsent)
             if allowed >= min(left, _LEAST):
                 return self._promise(left, min(allowed, piece))
             if fitting < min(left, _LEAST):  # this span is used up
-                self._span = None
+                self._end_span(now_s, unsent)
                 self._activity.wait(_LOOK_EVERY_S)
             else:  # until half a piece is left: every waking takes something from whoever computes on this core
-                time.sleep(max((unsent - piece / 2) / link.bytes_s, _PIECE_S / 4))
+                time.sleep(min(max((unsent - piece / 2) / link.bytes_s, _PIECE_S / 4), _LOOK_EVERY_S))
 
     def until_room(self, seconds: float) -> None:
         """Wait for an idle span with so much time left, if there are any: collectives need the host's memory, too."""
@@ -162,14 +167,23 @@ class Pacer:
         self._left = left
         return min(left, most)
 
-    def _measure(self, span: tuple[int, int], unsent: int) -> None:
-        """Learn from what has left this host since the span was first used."""
-        now_s, delivered = time.monotonic(), self._sent - unsent
-        if span != self._span:
-            self._span, self._began_s, self._began_bytes = span, now_s, delivered
-            return
-        if now_s - self._began_s < _MEASURE_S:
-            return
-        found = max((delivered - self._began_bytes) / (now_s - self._began_s), 1.0)
-        self.bytes_s = found if self.bytes_s is None else (1 - _NEWER) * self.bytes_s + _NEWER * found
-        self._began_s, self._began_bytes = now_s, delivered
+    def _measure(self, span: tuple[int, int], now_s: float, unsent: int) -> None:
+        """Learn from what has left this host since the span was first used, as soon as that is enough to learn from."""
+        delivered = self._sent - unsent
+        if span == self._span:
+            if now_s - self._began_s < _MEASURE_S or delivered - self._began_bytes < _LEAST:
+                return
+            self._learn(delivered - self._began_bytes, now_s - self._began_s)
+        self._span, self._began_s, self._began_bytes = span, now_s, delivered
+
+    def _end_span(self, now_s: float, unsent: int) -> None:
+        """Nothing more goes in this span. If not all that was sent has left, the network is slower than was thought."""
+        if self._span is not None and unsent and now_s - self._began_s >= _MEASURE_S:
+            self._learn(self._sent - unsent - self._began_bytes, now_s - self._began_s)
+        self._span = None
+
+    def _learn(self, nbytes: int, seconds: float) -> None:
+        found = nbytes / seconds
+        if self.bytes_s is not None or not nbytes:  # nothing at all tells only that it is slower
+            found = (1 - _NEWER) * self.link().bytes_s + _NEWER * found
+        self.bytes_s = max(found, _LEAST_BYTES_S)
