@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from regrow import cli, events
-from regrow.agent import agent, flags  # noqa: F401  imported once here, so that every forked agent starts at once
+from regrow.agent import agent, command_line  # noqa: F401  imported once here, so that every forked agent starts at once
 
 WORKER = Path(__file__).with_name("agent_worker.py")
 DEADLINE_S = 40.0

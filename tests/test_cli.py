@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing.api import to_map
+from torch.distributed.run import get_args_parser
 
 from regrow import cli
-from regrow.agent import flags, interfaces
+from regrow.agent import command_line, flags, interfaces, torchrun
 
 SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
 
@@ -85,7 +88,7 @@ SCRIPT = str(Path(__file__).with_name("agent_worker.py"))
     ],
 )
 def test_wrong_command_lines(words, sentence, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(flags.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command_line.tempfile, "tempdir", str(tmp_path))
     if "--rdzv-endpoint" in words:
         monkeypatch.setenv("REGROW_TOKEN", "x")
     else:
@@ -97,7 +100,7 @@ def test_wrong_command_lines(words, sentence, capsys, monkeypatch, tmp_path):
 
 
 def parse(tmp_path, *words):
-    return flags.parse(["--log-dir", str(tmp_path / "logs"), *words])
+    return command_line.parse(["--log-dir", str(tmp_path / "logs"), *words])
 
 
 def test_torchruns_spelling(tmp_path):
@@ -123,12 +126,58 @@ def test_defaults_of_our_own(tmp_path):
     assert parse(tmp_path, SCRIPT).token != options.token
 
 
+def test_torchruns_flags_are_torchruns():
+    """Names, types, defaults, choices; a release of PyTorch that adds or changes one is told here."""
+    theirs = {action.dest: action for action in get_args_parser()._actions if action.option_strings}
+    ours = {flag.dest: flag for flag in torchrun.FLAGS}
+    assert ours.keys() == theirs.keys() - {"help"}
+    made = {action.dest: action for action in flags.parser()._actions}
+    for dest, flag in ours.items():
+        action = theirs[dest]
+        assert sorted(made[dest].option_strings) == sorted(action.option_strings)
+        assert made[dest].nargs == action.nargs
+        assert flag.default == action.default, dest
+        assert flag.switch == (action.nargs == 0), dest
+        assert flag.choices == (action.choices and tuple(action.choices)), dest
+        assert flag.from_env == (type(action).__module__ == "torch.distributed.argparse_util"), dest
+        if not flag.switch and dest not in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+            assert flag.type is action.type, dest
+    words = ["--duplicate-stdout-filters", "a,b,,c", SCRIPT]
+    assert flags.parser().parse_args(words).duplicate_stdout_filters == ["a", "b,c"]
+    assert get_args_parser().parse_args(words).duplicate_stdout_filters == ["a", "b,c"]
+
+
+def test_the_streams_of_each_rank():
+    for text in ("0", "3", "0:1,2:3"):
+        theirs = to_map(Std.from_str(text), 4)
+        assert [torchrun.streams(text)(rank) for rank in range(4)] == [int(theirs[rank]) for rank in range(4)]
+    assert torchrun.streams("10:2")(10) == 2
+    for text in ("4", "x", "0:4", "0:1,", ""):
+        with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
+            torchrun.streams(text)
+
+
+def test_an_agent_does_without_torch():
+    code = "import sys, regrow.agent.agent; from regrow.agent.command_line import parse; parse(sys.argv[1:])"
+    code += "; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, SCRIPT], check=True, timeout=60)
+
+
 def test_environment_of_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     monkeypatch.setenv("PYTHON_EXEC", "python-of-mine")
     options = parse(tmp_path, SCRIPT)
     assert (options.nproc, options.max_restarts, options.command[0]) == (3, 7, "python-of-mine")
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    monkeypatch.setenv("PET_MODULE", "1")
+    assert parse(tmp_path, "pkg.mod").command[2:] == ("-m", "pkg.mod")
+
+
+def test_what_is_refused_is_refused_from_the_environment_too(monkeypatch, capsys):
+    monkeypatch.setenv("PET_RUN_PATH", "1")
+    assert cli.main(["run", SCRIPT]) == 2
+    assert "--run-path is not supported: give the script itself" in capsys.readouterr().err
 
 
 def test_several_nodes(tmp_path, monkeypatch):

@@ -81,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         if words[:1] == ["run"]:
-            # torch is imported only here: the other commands answer at once
             from regrow.agent.agent import run
-            from regrow.agent.flags import parse
+            from regrow.agent.command_line import parse
 
             return run(parse(words[1:]))
         args = parser.parse_args(words)

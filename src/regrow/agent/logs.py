@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from typing import TextIO
 
 from regrow.agent.options import RunOptions
+from regrow.agent.torchrun import Streams, streams
+
+_LOOK_EVERY_S = 0.1
+_ENDED_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -22,35 +26,67 @@ class LogPaths:
     error_file: str
 
 
+class Tail:
+    """Copies what is added to a file, line by line, in a thread of its own that ends with ``stop``."""
+
+    def __init__(self, path: Path, header: str, to: TextIO) -> None:
+        self._path = path
+        self._header = header
+        self._to = to
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name=f"regrow-tail-{path.parent.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Copy what is left, a last line without an end included."""
+        self._ended.set()
+        self._thread.join(_ENDED_WITHIN_S)
+
+    def _copy(self) -> None:
+        begun = ""
+        with self._path.open(encoding="utf-8", errors="replace") as file:
+            while True:
+                last = self._ended.is_set()  # asked before reading: what was written until then is read
+                *lines, begun = (begun + file.read()).split("\n")
+                if last and begun:
+                    lines.append(begun)
+                if lines:
+                    self._to.write("".join(f"{self._header}{line}\n" for line in lines))
+                    self._to.flush()
+                if last:
+                    return
+                self._ended.wait(_LOOK_EVERY_S)
+
+
 class Logs:
     """Hands out log files and copies the teed ones to the console. Its tailing threads end with ``stop``."""
 
     def __init__(self, options: RunOptions, run_id: str) -> None:
-        self._slots = options.slots
-        self._role = options.role
-        self._run_id = run_id
-        self._specs = DefaultLogsSpecs(
-            log_dir=str(options.log_dir),
-            redirects=Std.from_str(options.redirects),
-            tee=Std.from_str(options.tee),
-            local_ranks_filter=set(options.local_ranks) if options.local_ranks is not None else None,
-        )
-        self._attempts: dict[int, LogsDest] = {}
-        self._tails: dict[LogPaths, list[TailLog]] = {}
+        self._options = options
+        self._tee = streams(options.tee)
+        self._redirects = streams(options.redirects)
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=options.log_dir))
+        self._tails: dict[LogPaths, list[Tail]] = {}
 
     def paths(self, local_rank: int, incarnation: int) -> LogPaths:
         """Return the files of one incarnation of a rank, and begin to tee them if that was asked for."""
-        dest = self._attempts.get(incarnation)
-        if dest is None:
-            # torchrun makes an attempt's directory for all ranks at once; here a rank may be alone in it
-            common = {"TORCHELASTIC_RUN_ID": self._run_id, "TORCHELASTIC_RESTART_COUNT": str(incarnation)}
-            dest = self._specs.reify({rank: dict(common) for rank in range(self._slots)})
-            self._attempts[incarnation] = dest
-        paths = LogPaths(dest.stdouts[local_rank], dest.stderrs[local_rank], dest.error_files[local_rank])
-        for files, stream in ((dest.tee_stdouts, sys.stdout), (dest.tee_stderrs, sys.stderr)):
-            if (path := files.get(local_rank)) is not None:
-                Path(path).touch()
-                self._tails.setdefault(paths, []).append(TailLog(self._role, {local_rank: path}, stream).start())
+        directory = self._directory / f"attempt_{incarnation}" / str(local_rank)
+        directory.mkdir(parents=True, exist_ok=True)
+        shown = self._options.local_ranks is None or local_rank in self._options.local_ranks
+        tee = self._tee(local_rank)
+        files, tails = {}, []
+        for stream, name, console in ((Streams.OUT, "stdout", sys.stdout), (Streams.ERR, "stderr", sys.stderr)):
+            path = directory / f"{name}.log"
+            if (tee | self._redirects(local_rank)) & stream:
+                path.touch()
+                files[stream] = str(path)
+            else:
+                files[stream] = "" if shown else os.devnull
+            if tee & stream and shown:
+                tails.append(Tail(path, f"[{self._options.role}{local_rank}]:", console))
+        paths = LogPaths(files[Streams.OUT], files[Streams.ERR], str(directory / "error.json"))
+        if tails:
+            self._tails[paths] = tails
         return paths
 
     def retire(self, paths: LogPaths) -> None:
