@@ -13,7 +13,7 @@ from regrow.agent.membership import decide
 from regrow.agent.options import RunOptions, StartError
 from regrow.agent.remains import RUN_KEY, clear, forget_the_last
 from regrow.agent.seats import CannotReturn, retake, sit
-from regrow.agent.store import MemoryStore
+from regrow.agent.store import LeaseLost, MemoryStore
 from regrow.agent.tenure import Tenure
 from regrow.agent.world import Node, World
 
@@ -94,11 +94,11 @@ class Dying(MemoryStore):
 
     deaths = 0
 
-    async def put(self, key, value, lease=None):
+    async def compare_and_set(self, key, version, value, lease=None):
         if key == WORLD_KEY and not self.deaths:
             self.deaths += 1
             raise RuntimeError("killed")
-        return await super().put(key, value, lease)
+        return await super().compare_and_set(key, version, value, lease)
 
 
 def test_whoever_begins_the_run_may_die_of_it():
@@ -111,6 +111,37 @@ def test_whoever_begins_the_run_may_die_of_it():
         (living,) = (host for host in hosts if host is not dead)
         third = Host(store)
         assert sorted([(await living.joining).node, (await third.joining).node]) == [0, 1]
+
+    run(check)
+
+
+class Slow(MemoryStore):
+    """Whoever writes the first world stands still before it, until another has begun the run and trains."""
+
+    late = None
+
+    async def compare_and_set(self, key, version, value, lease=None):
+        if key == WORLD_KEY and self.late is None:
+            self.late = asyncio.Event()
+            await self.late.wait()
+        return await super().compare_and_set(key, version, value, lease)
+
+
+def test_whoever_begins_the_run_too_late_overwrites_nothing():
+    async def check(_):
+        store = Slow()
+        hosts = [Host(store) for _ in range(2)]
+        while store.late is None:
+            await asyncio.sleep(0.01)
+        await store.delete(RUN_KEY)  # as with the lease of whoever stands still
+        while (entry := await store.get(WORLD_KEY)) is None:
+            await asyncio.sleep(0.01)
+        store.late.set()
+        ends = await asyncio.gather(*(host.joining for host in hosts), return_exceptions=True)
+        assert sum(isinstance(end, LeaseLost) for end in ends) == 1, ends
+        assert (await store.get(WORLD_KEY)).version == entry.version
+        for host in hosts:
+            await host.die()
 
     run(check)
 

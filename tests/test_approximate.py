@@ -60,6 +60,15 @@ def test_a_rank_whose_snapshots_are_lost():
     assert not list(job.log_dir.glob("scratch/running/*")), "something is left behind"
 
 
+def test_a_block_of_which_nothing_whole_is_left():
+    """It would keep the value that the script began with, which no plan has reckoned with: not used."""
+    job = sharded("--strike", "spoil", "1", "13", spares=1)
+    assert job.code != 0
+    assert "the running checkpoint has nothing whole: it is not used" in job.output, job.output
+    assert not job.events("put_back") and job.events("running_incomplete")
+    assert "the state of rank 1" in job.output.splitlines()[-1], job.output
+
+
 def test_what_is_exact_comes_first(tmp_path):
     """A snapshot is there, so the result is the same bits; and so it is where nothing approximate was allowed."""
     expected = harness.undisturbed(*LENGTH, nproc=3, script=SHARDED)

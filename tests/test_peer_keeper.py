@@ -54,14 +54,18 @@ def client(keeper):
     client.close()
 
 
-def snapshot(path, step, *, sizes=(10, 0, 100_000, 1 << 20)) -> tuple[Buffer, Layout, dict]:
+def snapshot(path, step, *, sizes=(10, 0, 100_000, 1 << 20), generation=0) -> tuple[Buffer, Layout, dict]:
     """Return a snapshot in memory of this host."""
     buffer, layout = Buffer(path), Layout.of(sizes)
     for place in buffer.open(layout):
         place[:] = os.urandom(len(place))
     buffer.seal(layout, {"step": step, "parts": [[size, 0] for size in sizes]})
     _, parts = buffer.read("it")
-    index = {"step": step, "parts": [[len(part), xxhash.xxh3_64_intdigest(bytes(part))] for part in parts]}
+    index = {
+        "step": step,
+        "generation": generation,
+        "parts": [[len(part), xxhash.xxh3_64_intdigest(bytes(part))] for part in parts],
+    }
     buffer.seal(layout, index)
     return buffer, layout, index
 
@@ -85,7 +89,7 @@ def test_the_last_two_are_kept(tmp_path, client):
     for step in (1, 2, 3):
         client.put(0, 0, *snapshot(tmp_path / "mine", step))
     assert sorted(kept(tmp_path / "kept")[0].whole()) == [2, 3]
-    client.drop_after(0, Step(2))
+    client.drop_after(0, 1, Step(2))
     assert sorted(kept(tmp_path / "kept")[0].whole()) == [2]
     with pytest.raises(Refused, match="step 3 of rank 0 is not kept here"):
         client.get(0, Step(3), Buffer(tmp_path / "back"))
@@ -97,12 +101,45 @@ def test_a_sender_that_dies_leaves_what_was_there(tmp_path, keeper, client, said
     client.close()
     torn = socket.create_connection(keeper.address)
     torn.sendall(wire.encode({"type": "hello", "token": TOKEN}))
-    torn.sendall(wire.encode({"type": "put", "rank": 0, "generation": 0, "step": 3, "sizes": [1000]}))
+    torn.sendall(
+        wire.encode({"type": "put", "rank": 0, "generation": 0, "step": 3, "sizes": [1000], "index_checksum": 0})
+    )
     assert wire.recv_frame(torn).head["type"] == "ready"
     torn.sendall(b"x" * 500)
     torn.close()
     said.wait_for("in the middle of a snapshot")
     assert [*kept(tmp_path / "kept")[0].whole()] == [2]
+
+
+def test_what_is_there_already_is_not_taken_in_again(tmp_path, keeper, client, said):
+    """After a recovery everyone puts the step again that all go on at: it may be the only one that all have."""
+    buffer, layout, index = snapshot(tmp_path / "mine", 1)
+    client.put(0, 0, buffer, layout, index)
+    client.put(0, 1, buffer, layout, index, lambda *_: pytest.fail("it was sent again"))
+    assert [*kept(tmp_path / "kept")[0].whole()] == [1]
+    with (tmp_path / "kept" / "rank0.0").open("r+b") as file:
+        file.seek(layout.offsets[3])
+        file.write(b"damage")
+    client.put(0, 1, buffer, layout, index)
+    said.wait_for("the snapshot of rank 0 at step 1 is damaged: part 3 does not match its checksum; it is taken in")
+    assert content(kept(tmp_path / "kept")[0].whole()[Step(1)]) == content(buffer)
+    other, _, other_index = snapshot(tmp_path / "other", 1)
+    client.put(0, 1, other, layout, other_index)
+    assert content(kept(tmp_path / "kept")[0].whole()[Step(1)]) == content(other)
+
+
+def test_only_a_past_that_was_given_up_is_dropped(tmp_path, keeper, client):
+    """A keeper that could not be reached for a while is greeted again, in the same generation or late."""
+    client.put(0, 4, *snapshot(tmp_path / "mine", 60, generation=4))
+    client.put(0, 5, *snapshot(tmp_path / "mine", 80, generation=5))
+    again, late = (Client(keeper.address, TOKEN, lambda: None) for _ in range(2))
+    again.drop_after(0, 5, Step(40))
+    assert sorted(kept(tmp_path / "kept")[0].whole()) == [80]
+    again.close()
+    with pytest.raises(OSError):
+        late.drop_after(0, 4, Step(0))
+    assert sorted(kept(tmp_path / "kept")[0].whole()) == [80]
+    late.close()
 
 
 def test_damage_on_the_way_is_found(tmp_path, client, said):

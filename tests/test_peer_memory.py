@@ -65,7 +65,7 @@ def test_a_snapshot_is_not_there_before_it_is_sealed(tmp_path):
     assert sorted(shelf.whole()) == [2, 3]
     put(shelf.next(Step(3)), registry, 3)  # again: not at the cost of the one before
     assert sorted(shelf.whole()) == [2, 3]
-    shelf.drop_after(Step(2))
+    shelf.drop_unless(lambda head: head.step <= 2)
     assert sorted(shelf.whole()) == [2]
 
 

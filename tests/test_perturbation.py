@@ -18,6 +18,7 @@ from regrow.plan.perturbation import (
     irreducible_error,
     iterations_to,
     partial_norm,
+    predict,
 )
 
 RATES = st.floats(0.05, 0.99)
@@ -135,6 +136,16 @@ def test_it_says_why_not(series, kind, reason):
 def test_rounding_at_the_end_is_not_looked_at():
     series = [0.1**k for k in range(12)] + [1e-16, 2e-16, 1e-16, 3e-16]
     assert fit(series).holds
+
+
+@pytest.mark.parametrize("norm", [0.02, 0.1, 0.3, 3.0])
+def test_the_bound_is_not_below_what_is_expected(norm):
+    """One slow iteration makes c greater, but must not make what is left to go greater, too."""
+    speeds = [0.9**k for k in range(12)]
+    speeds[6:] = [value * 1.1 for value in speeds[6:]]
+    cost = predict(norm, [(1.0, 16)], 3, speeds, 1)
+    assert cost.fit.holds and cost.fit.worst > cost.fit.c
+    assert cost.expected < cost.bound
 
 
 @pytest.mark.parametrize("c", [0.0, 1.0, 1.5, float("nan")])

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import regrow
 from host import linger, lose_host
 from regrow import state_digest
+from regrow.iterative import record, storage
 from regrow.peer.room import Room
 
 
@@ -69,6 +70,16 @@ def damage(run: regrow.Run, which: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def spoil(path: Path) -> None:
+    """Damage the arrays of one block, in both of its records, whose heads say as before that they are there."""
+    raw = bytearray(path.read_bytes())
+    place = next(iter(storage._read_index(memoryview(raw)).values()))
+    for start in (place.offset, place.offset + place.size):
+        if not record.is_empty(memoryview(raw)[start:]):
+            raw[start + record._HEAD.size + record._HEAD.unpack_from(raw, start)[3]] ^= 1
+    path.write_bytes(raw)
+
+
 class Strikes:
     """What is to happen at a rank's step, each once in all processes that hold it one after another."""
 
@@ -92,16 +103,19 @@ class Strikes:
             if self._run.generation == 0:  # whoever takes its place on another host does not find that mark
                 lose_host()
             return
-        if what == "lose":
+        if what in ("lose", "spoil"):
             self._run._parts.snapshots._task.over.wait(10)  # everyone has come to this step, too
-        if what in ("forget", "unlearn", "drop", "lose"):
+        if what in ("forget", "unlearn", "drop", "lose", "spoil"):
             self._run._parts.snapshots.abandon()
-        if what in ("forget", "drop", "lose"):
+        if what in ("forget", "drop", "lose", "spoil"):
             self._run._shelf.remove()
+        if what == "spoil":
+            self._run._parts.rounds._wait_for_storage()
+            spoil(self._run._parts.rounds._directory / storage._FILE)
         if what == "unlearn":
-            self._run._shelf.drop_after(step - 1)
+            self._run._shelf.drop_unless(lambda head: head.step < step)
             for keeper in self._run._parts.snapshots._copies._clients.values():
-                keeper.drop_after(self._run.rank, step - 1)
+                keeper.drop_after(self._run.rank, self._run.generation + 1, step - 1)  # as the next one would
         ranks = [self._run.rank]
         if what in ("all", "forget"):
             ranks = sorted(range(self._run.world_size), key=self._run.rank.__eq__)

@@ -200,7 +200,11 @@ async def lead(
     }
     hosts = [Node(info["session"], info["slots"]) for info in members]
     world = World.first(run["nprocs"], options.max_restarts, time.time(), hosts, options.policy)
-    await store.put(WORLD_KEY, world.dumps())
+    # not if there is one: whoever has lost its lease here, and comes late, must not overwrite its successor's
+    if await store.compare_and_set(WORLD_KEY, 0, world.dumps()) is None:
+        raise LeaseLost(
+            "this node stood still while it began the run, and another one has begun it: start this one again"
+        )
     if await store.compare_and_set(RUN_KEY, starting, json.dumps(run).encode()) is None:
         raise LeaseLost("the lease is over")
     return _site(run, store, server, tenure, node, session, host_addr)

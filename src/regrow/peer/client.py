@@ -53,9 +53,13 @@ class Client:
     ) -> None:
         """Return when the keeper has the snapshot whole. ``OSError`` if it cannot be reached any more."""
         connection = self._connected()
+        sealed = buffer.head()
+        if sealed is None:
+            raise Damaged(f"the snapshot of rank {rank} is not whole any more")
         head = {"type": "put", "rank": rank, "generation": generation, "step": index["step"], "sizes": layout.sizes}
-        connection.sendall(wire.encode(head))
-        self._expect("ready")
+        connection.sendall(wire.encode({**head, "index_checksum": sealed.index_checksum}))
+        if self._frame("ready", "kept").head["type"] == "kept":
+            return  # it had it already, whole
         connection.settimeout(None)  # sendfile wants a socket that blocks; keepalive ends one whose other side is gone
         send(connection, buffer, layout, pace)
         connection.settimeout(_ANSWER_S)
@@ -88,15 +92,16 @@ class Client:
         live = None if head["live"] is None else (Step(head["live"][0]), blob[at:])
         return Left(starts, live)
 
-    def drop_after(self, rank: int, step: Step) -> None:
-        """Let the keeper give up what it has of later steps."""
-        self._connected().sendall(wire.encode({"type": "drop_after", "rank": rank, "step": step}))
+    def drop_after(self, rank: int, generation: int, step: Step) -> None:
+        """Let the keeper give up what it has of later steps from older generations."""
+        head = {"type": "drop_after", "rank": rank, "generation": generation, "step": step}
+        self._connected().sendall(wire.encode(head))
         self._expect("dropped")
 
     def _expect(self, kind: str) -> dict[str, Any]:
         return self._frame(kind).head
 
-    def _frame(self, kind: str) -> wire.Frame:
+    def _frame(self, *kinds: str) -> wire.Frame:
         assert self._connection is not None
         try:
             frame = wire.recv_frame(self._connection)
@@ -105,8 +110,8 @@ class Client:
         answer = frame.head
         if answer["type"] == "refused":
             raise Refused(str(answer.get("why")))
-        if answer["type"] != kind:
-            raise Damaged(f"a keeper answered {answer['type']!r} instead of {kind!r}")
+        if answer["type"] not in kinds:
+            raise Damaged(f"a keeper answered {answer['type']!r} instead of {' or '.join(map(repr, kinds))}")
         return frame
 
     def end(self) -> None:

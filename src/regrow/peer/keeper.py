@@ -19,7 +19,7 @@ from typing import Any
 from regrow import wire
 from regrow.door import Door, name_of
 from regrow.ids import Step
-from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, verify
+from regrow.peer.memory import Buffer, Damaged, Layout, NoRoom, Shelf, check, verify
 from regrow.slots import Left, Slots
 
 _NAME = re.compile(r"rank(\d+)\.0")
@@ -56,7 +56,9 @@ class Keeper:
         """Where snapshots of other hosts' ranks lie."""
         self._say = say
         self._lock = threading.Lock()
-        self._writers: dict[int, tuple[int, socket.socket]] = {}
+        self._writers: dict[int, socket.socket] = {}
+        self._generations: dict[int, int] = {}
+        """In which generation each rank has last spoken as one that writes: what an older one says is late."""
         self._slots: dict[int, Slots] = {}
         self._shelves: dict[int, Shelf] = {}
         self._open: set[socket.socket] = set()
@@ -88,7 +90,7 @@ class Keeper:
         finally:
             with self._lock:
                 self._open.discard(connection)
-                for rank in [rank for rank, (_, other) in self._writers.items() if other is connection]:
+                for rank in [rank for rank, other in self._writers.items() if other is connection]:
                     del self._writers[rank]
             connection.close()
 
@@ -103,13 +105,12 @@ class Keeper:
             case "get_small":
                 self._get_small(connection, int(head["rank"]))
             case "drop_after":
-                self._shelf(int(head["rank"])).drop_after(Step(int(head["step"])))
-                connection.sendall(wire.encode({"type": "dropped"}))
+                self._drop_after(connection, int(head["rank"]), int(head["generation"]), Step(int(head["step"])))
             case other:
                 raise ValueError(f"unknown request {other!r}")
 
     def _shelf(self, rank: int) -> Shelf:
-        """Return a rank's shelf, always the same: mapping a large one takes a while in which no other thread runs."""
+        """Return a rank's shelf, always the same: to map a large one takes a while."""
         return self._shelves.setdefault(rank, Shelf(self.directory / f"rank{rank}"))
 
     def _put(self, connection: socket.socket, rank: int, generation: int, head: dict[str, Any]) -> None:
@@ -119,7 +120,11 @@ class Keeper:
             raise ValueError("not the parts of a snapshot")
         self._become_writer(connection, rank, generation)
         layout = Layout.of(sizes)
-        buffer = self._shelf(rank).next(Step(int(head["step"])))
+        step = Step(int(head["step"]))
+        if self._has(rank, step, int(head["index_checksum"])):
+            connection.sendall(wire.encode({"type": "kept"}))
+            return
+        buffer = self._shelf(rank).next(step)
         try:
             parts = buffer.open(layout)
         except NoRoom as error:
@@ -136,10 +141,35 @@ class Keeper:
             connection.sendall(wire.encode({"type": "refused", "why": str(error)}))
             return
         with self._lock:
-            if self._writers.get(rank, (generation, connection))[1] is not connection:
+            if self._writers.get(rank) is not connection:
                 raise ValueError(f"rank {rank} has a newer writer")
             buffer.seal(layout, {key: value for key, value in index.items() if key != "offsets"})
         connection.sendall(wire.encode({"type": "kept"}))
+
+    def _has(self, rank: int, step: Step, index_checksum: int) -> bool:
+        """Say whether this very snapshot is kept already, as it is after a recovery, and every part of it matches.
+
+        It may be the only step of which everyone has a snapshot: to take it in again would give it up meanwhile.
+        """
+        found = self._shelf(rank).whole().get(step)
+        head = None if found is None else found.head()
+        if found is None or head is None or head.index_checksum != index_checksum:
+            return False
+        name = f"the snapshot of rank {rank} at step {step}"
+        try:
+            index, parts = found.read(name)
+            check(index, parts, name)
+        except Damaged as error:
+            self._say(f"{error}; it is taken in again")
+            return False
+        return True
+
+    def _drop_after(self, connection: socket.socket, rank: int, generation: int, step: Step) -> None:
+        """A rank goes on at a step: what older generations have left of later ones is a future that was given up."""
+        self._become_writer(connection, rank, generation)
+        with self._lock:  # nobody seals one meanwhile
+            self._shelf(rank).drop_unless(lambda head: head.step <= step or head.generation >= generation)
+        connection.sendall(wire.encode({"type": "dropped"}))
 
     def _small(
         self, connection: socket.socket, rank: int, generation: int, head: dict[str, Any], payload: bytes
@@ -163,13 +193,15 @@ class Keeper:
     def _become_writer(self, connection: socket.socket, rank: int, generation: int) -> None:
         """One process writes a rank's snapshots: a newer generation's ends an older one's."""
         with self._lock:
+            newest = self._generations.get(rank, generation)
+            if newest > generation:
+                raise ValueError(f"rank {rank} writes at generation {newest}, this is {generation}")
+            self._generations[rank] = generation
             known = self._writers.get(rank)
-            if known is not None and known[1] is not connection:
-                if known[0] > generation:
-                    raise ValueError(f"rank {rank} writes at generation {known[0]}, this is {generation}")
+            if known is not None and known is not connection:
                 with contextlib.suppress(OSError):
-                    known[1].shutdown(socket.SHUT_RDWR)
-            self._writers[rank] = (generation, connection)
+                    known.shutdown(socket.SHUT_RDWR)
+            self._writers[rank] = connection
 
     def _get(self, connection: socket.socket, rank: int, step: Step) -> None:
         found = self._shelf(rank).whole().get(step)

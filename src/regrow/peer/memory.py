@@ -36,6 +36,9 @@ _PAGE = 4096
 _ALIGN = 64
 _BLOCK = 1 << 20
 _SUB_BUFFER = 4 << 20
+_POPULATED = 16 << 20
+_POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE``, which Python 3.11 has no name for."""
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
@@ -100,6 +103,18 @@ class Stored:
             if not count:
                 break
             found.update(block[:count])  # it is still in the cache
+            at += count
+        return found.intdigest()
+
+    def checksum(self, block: memoryview) -> int:
+        """Return it without keeping what is read; ``block`` is memory to read to."""
+        found = xxhash.xxh3_64()
+        at = 0
+        while at < self.size:
+            count = os.preadv(self.file.fileno(), [block[: self.size - at]], self.offset + at)
+            if not count:
+                break
+            found.update(block[:count])
             at += count
         return found.intdigest()
 
@@ -211,7 +226,8 @@ class Buffer:
                 # not ftruncate alone: a page that cannot be had later would end this process with SIGBUS
                 os.posix_fallocate(descriptor, there, need - there)
             # an older one goes with its views
-            self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED)
+        _populate(self._map)
 
     # reading ---------------------------------------------------------------------------------------------------------
 
@@ -238,6 +254,19 @@ class Buffer:
         self._path.unlink(missing_ok=True)
 
 
+def _populate(mapped: mmap.mmap) -> None:
+    """Have all pages there before they are written to: one by one they cost a fault each.
+
+    Not by ``MAP_POPULATE``: no other thread runs meanwhile, for seconds with a large one, and the lease of a host whose
+    agent stands still so long is over.
+    """
+    for at in range(0, len(mapped), _POPULATED):
+        try:
+            mapped.madvise(_POPULATE_WRITE, at, min(_POPULATED, len(mapped) - at))
+        except OSError:  # a kernel before 5.14: then they come one by one
+            return
+
+
 def _put(descriptor: int, data: bytes | memoryview, at: int) -> None:
     """Write all of it."""
     left = memoryview(data)
@@ -250,6 +279,14 @@ def verify(index: dict[str, Any], parts: Sequence[memoryview], name: str) -> Non
     """Check every part against the index; ``Damaged`` says which does not match."""
     for number, ((size, expected), part) in enumerate(zip(index["parts"], parts, strict=True)):
         if len(part) != size or xxhash.xxh3_64_intdigest(part) != expected:
+            raise Damaged(f"{name} is damaged: part {number} does not match its checksum")
+
+
+def check(index: dict[str, Any], parts: Sequence[Stored], name: str) -> None:
+    """Do the same with parts that lie in a file, through a small buffer."""
+    block = memoryview(bytearray(_BLOCK))
+    for number, ((size, expected), part) in enumerate(zip(index["parts"], parts, strict=True)):
+        if part.size != size or part.checksum(block) != expected:
             raise Damaged(f"{name} is damaged: part {number} does not match its checksum")
 
 
@@ -289,10 +326,6 @@ class Shelf:
     def heads(self) -> list[Head]:
         """Return what can be told of the snapshots that are there."""
         return [head for buffer in self._buffers if (head := buffer.head()) is not None]
-
-    def drop_after(self, step: Step) -> None:
-        """Give up snapshots of later steps: they will be taken again."""
-        self.drop_unless(lambda head: head.step <= step)
 
     def drop_unless(self, good: Callable[[Head], bool]) -> None:
         """Give up snapshots that are of no use any more."""

@@ -192,15 +192,14 @@ def predict(
     if norm == 0:
         return Cost(0.0, 0.0 if seen.holds else None, seen)
     parts = list(moved)
-    expected = _cost(norm, parts, since_look, seen.c)
-    bound = None if not seen.holds or seen.worst is None else _cost(norm, parts, since_look, seen.worst)
+    # one distance for both: a greater c would make it greater, and the bound with it smaller than what is expected
+    left = [distance_left(far, iterations, seen.c) for far, iterations in parts if iterations > 0]
+    distance = math.sqrt(sum(value**2 for value in left)) * seen.c**since_look
+    if distance <= 0:
+        return Cost(None, None, seen)
+    expected = cost_bound([(0, norm)], distance=distance, c=seen.c)
+    bound = cost_bound([(0, norm)], distance=distance, c=seen.worst) if seen.holds and seen.worst is not None else None
     return Cost(expected, bound, seen)
-
-
-def _cost(norm: float, moved: Sequence[tuple[float, int]], since_look: int, c: float) -> float | None:
-    left = [distance_left(far, iterations, c) for far, iterations in moved if iterations > 0]
-    distance = math.sqrt(sum(value**2 for value in left)) * c**since_look
-    return cost_bound([(0, norm)], distance=distance, c=c) if distance > 0 else None
 
 
 def _before_rounding(series: Floats) -> Floats:

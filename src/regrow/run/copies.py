@@ -131,7 +131,7 @@ class Copies:
 
     def _greet(self, client: Client) -> None:
         """Let a keeper give up what it has of a future that was given up, before it is sent anything."""
-        client.drop_after(self._rank, self._step)
+        client.drop_after(self._rank, self._generation, self._step)
 
     def _regain(self) -> None:
         """Send to those who answer again, from now on."""

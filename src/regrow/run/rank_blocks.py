@@ -85,11 +85,12 @@ class RankBlocks:
             else:
                 tensor.zero_()
 
-    def install(self, records: Mapping[str, Record]) -> list[torch.Tensor]:
-        """Make all blocks the state of a rank that has nothing; return the large tensors of what ranks share.
+    def missing(self, records: Mapping[str, Record]) -> list[str]:
+        """Return the blocks of parameters of which there is no record."""
+        return [name for name in self._pieces if name not in records]
 
-        A parameter of which no record is left keeps the value that the script has given it.
-        """
+    def install(self, records: Mapping[str, Record]) -> list[torch.Tensor]:
+        """Make all blocks the state of a rank that has nothing; return the large tensors of what ranks share."""
         of_param: dict[int, list[tuple[_Piece, Record]]] = {}
         for name, piece in self._pieces.items():
             if name in records:

@@ -74,6 +74,8 @@ class Rounds:
         """Of what was put back, until all go on."""
         self._last: Step | None = None
         self._trouble: str | None = None
+        self._incomplete = False
+        """Whether it was found that what lies on storage is not enough to go on from."""
         self._skipped = 0
         self._rounds = 0
         self._round_s = 0.0
@@ -149,7 +151,7 @@ class Rounds:
         period = self._schedule.period
         if fresh:
             self._wait_for_storage()
-            return {"running": Running(ages=_ages(self._glance()), period=period)}
+            return {"running": Running(ages=() if self._incomplete else _ages(self._glance()), period=period)}
         moved: dict[int, list[float]] = {}
         checkpoint = self._checkpoint
         for far, iterations in checkpoint.moved if checkpoint is not None else []:
@@ -175,7 +177,8 @@ class Rounds:
         """This rank has nothing: take all blocks as they were saved; return the large tensors of what ranks share.
 
         Raises:
-            PeerLost: they are gone since the plan was made; another plan is needed.
+            PeerLost: they are gone since the plan was made, or a block has no record that is whole: the plan did not
+                know, and another one is needed.
         """
         try:
             found = read(self._directory)
@@ -183,10 +186,16 @@ class Rounds:
             raise PeerLost(f"the running checkpoint cannot be read: {error}") from error
         for text in found.damaged:
             self._say(f"running checkpoint: {text}")
+        if missing := self._blocks.missing(found.records):
+            self._incomplete = True
+            self._event("running_incomplete", step=step, missing=missing, damaged=found.damaged)
+            sentence = f"of {len(missing)} blocks, {missing[0]} for one, the running checkpoint has nothing whole"
+            self._say(f"{sentence}: it is not used")
+            raise PeerLost(sentence)
         large = self._blocks.install(found.records)
         self._ages = _ages(found.records)
         stale = {name: max(step - record.iteration, 0) for name, record in found.records.items()}
-        self._event("put_back", step=step, stale=stale, missing=found.missing, damaged=found.damaged)
+        self._event("put_back", step=step, stale=stale, damaged=found.damaged)
         return large
 
     def resume(self, step: Step, *, replaced: bool) -> None:
@@ -194,6 +203,7 @@ class Rounds:
         self._slots.drop_after(step)
         self._last = None
         self._ages = ()
+        self._incomplete = False
         if replaced:
             self._close()
 

@@ -274,6 +274,8 @@ class Snapshots:
             task.copied.set()
         self._bad.discard(step)
         self._before, self._task = self._task, task
+        if self._before is None:
+            task.then = self._agreed  # now: a step that runs again does not wait for the thread, the next one may ask
         threading.Thread(target=self._run, args=(task, self._before), name="regrow-snapshot", daemon=True).start()
         if self._blocking:
             self.settle()
