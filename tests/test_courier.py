@@ -226,6 +226,32 @@ def test_nothing_of_an_older_generation_is_received(pair):
     assert receive(b, 0, "x", torch.ones(1)).item() == 2.0
 
 
+def test_a_thread_of_an_older_generation_neither_sends_nor_takes(pair):
+    """It may have been held up elsewhere, by storage for instance, while all others went on."""
+    a, b = pair
+    resume(pair, 2)
+    for late in (
+        lambda: b.take(0, "x", LONG, generation=1),
+        lambda: b.send(0, "x", memory_of(torch.zeros(1)), stays=True, generation=1),
+    ):
+        with pytest.raises(PeerLost, match="generation 1 is over"):
+            late()
+    send(a, 1, "x", torch.tensor([1.0]))
+    assert len(b.take(0, "x", LONG, generation=2)) == 4
+
+
+def test_a_wait_ends_though_the_next_generation_has_begun_before_it_looked(pair):
+    """Nobody is connected, so there is no connection whose end would tell."""
+    _, b = pair
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(b.take, 0, "x", LONG)
+        while not b.waiting:
+            time.sleep(0.001)
+        resume(pair, 2)
+        with pytest.raises(PeerLost, match="generation 1 is over"):
+            waiting.result(timeout=10)
+
+
 def test_a_message_of_the_next_generation_may_come_early(pair):
     a, b = pair
     a.resume(2, [each.address for each in pair])

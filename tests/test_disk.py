@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -225,6 +226,7 @@ def test_another_number_of_ranks(before, after, tmp_path):
     directory = tmp_path / "ckpt"
     cut = {"script": harness.SCRIPT, "directory": directory, "log_dir": tmp_path / "cut", "commits": 2}
     cut_power("--layer-norm", "--steps", "40", nproc=before, **cut)
+    shutil.copytree(directory, tmp_path / "same")
     job = harness.run_job("--layer-norm", "--steps", "40", nproc=after, flags=flags(directory))
     assert job.code == 0, job.output
     assert "goes on at step" in job.output
@@ -232,6 +234,16 @@ def test_another_number_of_ranks(before, after, tmp_path):
     assert len(losses) == after and all("39" in each for each in losses)
     again = harness.run_job("--layer-norm", "--steps", "40", nproc=after, flags=flags(directory))
     assert again.code == 0 and again.digests() == job.digests()
+    # back to that checkpoint once more, with ranks that are new in it: their random numbers are the same again
+    step = int(job.output.partition("goes on at step ")[2].partition(",")[0])
+    disturbed = harness.run_job(
+        *("--layer-norm", "--steps", "40"),
+        nproc=after,
+        flags=flags(tmp_path / "same", "--ckpt-every", "1000", "--policy", "checkfreq"),
+        faults=[Fault(point="in_backward", rank=1, step=step + 3)],
+    )
+    assert disturbed.code == 0 and len(disturbed.events("worker_lost")) == 1, disturbed.output
+    assert disturbed.digests() == job.digests()
 
 
 RESHARDED = [("fsdp", 3, 2)]

@@ -253,6 +253,17 @@ def test_hosts_that_would_go_back_differently_are_refused():
         refusals.check_policies([["ladder", None], ["ladder", None], ["restart", None]])
 
 
+def test_hosts_that_would_write_checkpoints_of_other_steps_are_refused():
+    refusals.check_checkpointing([None, None])
+    refusals.check_checkpointing([[5, 0.035, None], [5, 0.035, None]])
+    with pytest.raises(ValueError, match="rank 0 was started with --ckpt-every auto, rank 1 with 5: give all hosts"):
+        refusals.check_checkpointing([[None, 0.035, None], [5, 0.035, None]])
+    with pytest.raises(ValueError, match="--mtbf 3600, rank 1 with 60"):
+        refusals.check_checkpointing([[5, 0.035, 3600.0], [5, 0.035, 60.0]])
+    with pytest.raises(ValueError, match="rank 1 was started with --ckpt-dir, rank 0 without"):
+        refusals.check_checkpointing([None, [5, 0.035, None]])
+
+
 def test_what_a_policy_does_not_know_is_refused():
     refusals.check_policy(Policy.COMMIT, staged=False)
     refusals.check_policy(Policy.CHECKFREQ, staged=True)

@@ -108,6 +108,7 @@ class Crew:
         if reconnecting:
             for worker in self._workers.values():
                 worker.attempt_t = worker.progress_t = now
+                worker.fetching_s = 0.0
                 worker.finished = False
         if previous is not None and previous.phase is Phase.SETUP and world.phase is Phase.TRAINING:
             self.watch.set_up_in(now - self._setup_t)

@@ -11,6 +11,8 @@ from regrow.wire import Frame
 
 MAX_RECORD_BYTES = 256 << 20
 _MAX_TRACEBACK_CHARS = 20_000
+_SLOWEST_STORAGE = 10e6
+"""Bytes a second: a replacement that reads its state from a storage as slow as that is not stuck."""
 
 
 class Heard(NamedTuple):
@@ -40,6 +42,9 @@ def hear(worker: Worker, frame: Frame, now: float, t: float) -> Heard | None:
             worker.set_up = worker.resumed = True
             worker.step = int(head["step"])
             return Heard(Resumed(rank, incarnation, int(head["generation"]), t))
+        case "fetching":
+            worker.fetching_s = int(head["bytes"]) / _SLOWEST_STORAGE
+            return None
         case "forgotten":
             why, everyone = str(head.get("why"))[:1000], bool(head.get("everyone"))
             return Heard(Forgotten(rank, incarnation, int(head["generation"]), why, t, everyone))

@@ -67,5 +67,6 @@ class Watch:
             return
         if not self._complete():
             worker.attempt_t = now
-        if worker.replacement and not worker.resumed and now - worker.attempt_t > self.setup_deadline_s:
-            self._kill(worker, f"its set-up as a replacement took more than {self.setup_deadline_s:.0f} s")
+        most_s = self.setup_deadline_s + worker.fetching_s
+        if worker.replacement and not worker.resumed and now - worker.attempt_t > most_s:
+            self._kill(worker, f"its set-up as a replacement took more than {most_s:.0f} s")

@@ -59,6 +59,8 @@ class Worker:
     cpu_t: float = 0.0
     progress_t: float = 0.0
     attempt_t: float = field(default_factory=time.monotonic)
+    fetching_s: float = 0.0
+    """How long it may take to read the state that it fetches in this attempt."""
 
     @property
     def why(self) -> str:

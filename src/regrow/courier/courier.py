@@ -105,9 +105,14 @@ class Courier:
 
     # sending ---------------------------------------------------------------------------------------------------------
 
-    def send(self, peer: int, name: str, payload: memoryview, *, stays: bool) -> None:
-        """Send a message. ``stays``: its memory will not change before ``flush`` returns or the generation ends."""
+    def send(self, peer: int, name: str, payload: memoryview, *, stays: bool, generation: int | None = None) -> None:
+        """Send a message. ``stays``: its memory will not change before ``flush`` returns or the generation ends.
+
+        ``generation``: the only one in which the caller wants it sent.
+        """
         self._go_on()
+        if generation not in (None, self._generation):
+            raise PeerLost(f"generation {generation} is over", generation=self._generation)
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
             with self._connecting:  # one connection, whichever threads come first
@@ -162,9 +167,9 @@ class Courier:
         incoming.post(wanted)
         return Receipt(self, incoming, wanted, timeout)
 
-    def take(self, peer: int, name: str, timeout: timedelta) -> bytearray:
-        """Wait for a message of any size, and return it."""
-        incoming = self._from(peer)
+    def take(self, peer: int, name: str, timeout: timedelta, *, generation: int | None = None) -> bytearray:
+        """Wait for a message of any size, and return it. ``generation``: the only one in which the caller wants it."""
+        incoming = self._from(peer, generation)
         wanted = name.encode()
         deadline = time.monotonic() + timeout.total_seconds()
         with self._listening(peer), incoming.reading:
@@ -182,12 +187,14 @@ class Courier:
                 self._read(incoming, peer, time.monotonic() + _HELLO_S)
         return True
 
-    def _from(self, peer: int) -> Incoming:
-        key = (self._generation, peer)
+    def _from(self, peer: int, generation: int | None = None) -> Incoming:
         with self._changed:
+            if generation not in (None, self._generation):
+                raise PeerLost(f"generation {generation} is over", generation=self._generation)
+            key = (self._generation, peer)
             incoming = self._incoming.get(key)
             if incoming is None:
-                incoming = self._incoming[key] = Incoming()
+                incoming = self._incoming[key] = Incoming(self._generation)
             return incoming
 
     def wait(self, wanted: Wanted, incoming: Incoming, timeout: timedelta) -> None:
@@ -211,13 +218,13 @@ class Courier:
 
     def _read(self, incoming: Incoming, peer: int, deadline: float) -> None:
         connection = self._connected(incoming, peer, deadline)
-        incoming.read(connection, lambda: self._look(peer, deadline))
+        incoming.read(connection, lambda: self._look(incoming, peer, deadline))
 
     def _connected(self, incoming: Incoming, peer: int, deadline: float) -> socket.socket:
         if incoming.connection is None:
             with self._changed:
                 while incoming.connection is None:
-                    self._look(peer, deadline)
+                    self._look(incoming, peer, deadline)
                     self._changed.wait(LOOK_EVERY_S)
         return incoming.connection
 
@@ -225,8 +232,10 @@ class Courier:
         if (over := self._over()) is not None:
             raise over
 
-    def _look(self, peer: int, deadline: float) -> None:
+    def _look(self, incoming: Incoming, peer: int, deadline: float) -> None:
         self._go_on()
+        if incoming.generation < self._fenced:  # the next one has begun already: nothing comes here any more
+            raise PeerLost(f"generation {incoming.generation} is over", generation=incoming.generation)
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out waiting for a message from rank {peer}")
 
@@ -240,7 +249,7 @@ class Courier:
             return
         with self._changed:
             if generation >= self._fenced:
-                incoming = self._incoming.setdefault((generation, peer), Incoming())
+                incoming = self._incoming.setdefault((generation, peer), Incoming(generation))
                 if incoming.connection is None:
                     incoming.connection = connection
                     self._changed.notify_all()

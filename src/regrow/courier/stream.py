@@ -43,7 +43,8 @@ class Wanted:
 class Incoming:
     """What one rank sends to this one at one generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
         self.connection: socket.socket | None = None
         self.reading = threading.Lock()
         self._head = bytearray(_HEAD.size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,16 +176,19 @@ def _sum(file: Any) -> tuple[int, int]:
     return size, digest.intdigest()
 
 
-def outdated(storage: Storage, keep: int) -> list[str]:
+def outdated(storage: Storage, keep: int, *, damaged: Collection[Step] = (), needed: Step | None = None) -> list[str]:
     """Return the names that nobody needs: older than the last ``keep`` complete ones, or left by somebody who died.
+
+    Those that are known to be ``damaged`` are none of the last. ``needed`` is what the run has begun with, or what all
+    have committed last: on another storage there may be nothing else that goes with it.
 
     What is incomplete and newer than all complete ones may be under way, unless it lies under a passing name: whoever
     asks is the only one who writes, and has nothing under way now.
     """
     names = storage.names()
     found = find(storage)
-    complete = [one.step for one in found if one.complete]
-    kept = {*complete[-keep:]}
+    complete = [one.step for one in found if one.complete and one.step not in damaged]
+    kept = {*complete[-keep:], needed}
     last = complete[-1] if complete else Step(-1)
     gone = [one.name for one in found if one.step not in kept and one.step <= last]
     return gone + [name for name in names if name.endswith((".part", ".gone")) and _NAME.match(name)]

@@ -136,10 +136,10 @@ class Local(Storage):
     def remove(self, name: str) -> None:
         """Remove a directory; its name goes first, so that nothing half removed looks whole."""
         doomed = self._root / name
-        if not doomed.is_dir():
-            doomed.unlink(missing_ok=True)
-            return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the next one to tidy up tries again
+            if not doomed.is_dir():
+                doomed.unlink(missing_ok=True)
+                return
             gone = doomed.with_name(f"{doomed.name}.gone")
             doomed.rename(gone)
             doomed = gone

@@ -17,3 +17,8 @@ class Checkpointing:
     keep: int
     mtbf_s: float | None
     """The mean time between failures, if it was said: more often than is worth it is not needed."""
+
+    @property
+    def said(self) -> list[float | None]:
+        """What must be the same on all hosts: they write checkpoints of the same steps."""
+        return [self.every, self.overhead, self.mtbf_s]

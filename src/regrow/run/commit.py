@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,16 +68,23 @@ class Committer:
         self._told.clear()
         self._heard.clear()
 
-    def commit(self, step: Step, save: str, part: Written | Refused) -> marks.Found | Refused:
-        """Return the checkpoint, or why there is none; ``PeerLost`` if the generation ends before."""
+    def commit(
+        self, step: Step, save: str, part: Written | Refused, generation: int, go_on: Callable[[], None]
+    ) -> marks.Found | Refused:
+        """Return the checkpoint, or why there is none; ``PeerLost`` if the generation is over before.
+
+        ``go_on`` raises that, too. It is asked before anything is done to storage: whoever was held up there may come
+        back when the next generation has made the same checkpoint.
+        """
         name = f"disk/{save}/{step}"
         for ranks in self._storages:
-            self._tell(ranks[0], f"{name}/part", self._message(ranks[0], part))
+            self._tell(generation, ranks[0], f"{name}/part", self._message(ranks[0], part))
         if self.leads:
-            answer = self._lead(step, save, name)
+            answer = self._lead(step, save, name, generation, go_on)
             for rank in self._together:
-                self._tell(rank, f"{name}/whole", answer)
-        told = self._take(self._together[0], f"{name}/whole")
+                self._tell(generation, rank, f"{name}/whole", answer)
+        told = self._take(generation, self._together[0], f"{name}/whole")
+        go_on()
         if told["refused"] is not None:
             return Refused(told["refused"])
         assert isinstance(part, Written)
@@ -99,12 +106,12 @@ class Committer:
         self._told[leader] = digest
         return {"refused": None, "file": part.file, "digest": digest, "rows": None if known else part.rows}
 
-    def _lead(self, step: Step, save: str, name: str) -> dict[str, Any]:
+    def _lead(self, step: Step, save: str, name: str, generation: int, go_on: Callable[[], None]) -> dict[str, Any]:
         """Hear from all, and make it a checkpoint."""
         files, refused = [], []
         others = sorted(rank for ranks in self._storages for rank in ranks if rank not in self._together)
         for rank in (*self._together, *others):  # what is on this storage is read from here
-            told = self._take(rank, f"{name}/part")
+            told = self._take(generation, rank, f"{name}/part")
             if told["refused"] is not None:
                 refused.append(told["refused"])
                 continue
@@ -115,19 +122,23 @@ class Committer:
             files.append((told["file"], rows))
         if not refused:
             try:
-                return {"refused": None, "metadata": self._publish(step, save, dcp.metadata(files, save))}
+                return {"refused": None, "metadata": self._publish(step, save, dcp.metadata(files, save), go_on)}
             except (OSError, dcp.Incomplete) as error:
                 refused.append(f"rank {self._rank}: {error}")
+        go_on()
         self._storage.remove(self.directory(step, save))
         return {"refused": "; ".join(refused[:3])}
 
-    def _publish(self, step: Step, save: str, metadata: bytes) -> tuple[int, int]:
+    def _publish(self, step: Step, save: str, metadata: bytes, go_on: Callable[[], None]) -> tuple[int, int]:
         directory, final = self.directory(step, save), marks.name_of(step)
+        go_on()
         self._storage.write(f"{directory}/{marks.METADATA}", metadata)
         testing.point("disk_rename", step)
         if directory != final:
-            if final in self._storage.names():
-                self._storage.remove(final)  # it lacks marks: a whole one is not written again
+            there = final in self._storage.names()
+            go_on()
+            if there:
+                self._storage.remove(final)  # of an earlier try, or of a future that was given up
             self._storage.rename(directory, final)
         return len(metadata), xxhash.xxh3_64_intdigest(metadata)
 
@@ -135,15 +146,16 @@ class Committer:
         """Return where a checkpoint is written to before it has its name."""
         return marks.part_of(step, save) if self._storage.renames else marks.name_of(step)
 
-    def tidy(self) -> None:
-        """Remove what nobody needs any more. When nothing is under way."""
+    def tidy(self, damaged: Collection[Step], needed: Step | None) -> None:
+        """Remove what nobody needs any more. When nothing is under way. ``OSError`` if storage does not answer."""
         if self.leads:
-            for name in marks.outdated(self._storage, self._keep):
+            for name in marks.outdated(self._storage, self._keep, damaged=damaged, needed=needed):
                 self._storage.remove(name)
 
-    def _tell(self, rank: int, name: str, message: dict[str, Any]) -> None:
-        self._courier.send(rank, name, memoryview(json.dumps(message).encode()), stays=True)
+    def _tell(self, generation: int, rank: int, name: str, message: dict[str, Any]) -> None:
+        text = memoryview(json.dumps(message).encode())
+        self._courier.send(rank, name, text, stays=True, generation=generation)
 
-    def _take(self, rank: int, name: str) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(bytes(self._courier.take(rank, name, _WITHIN)))
+    def _take(self, generation: int, rank: int, name: str) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(bytes(self._courier.take(rank, name, _WITHIN, generation=generation)))
         return told

@@ -93,7 +93,7 @@ class Disk:
         self._event = event
         self._storage = Storage.of(settings.url)
         self._replacement = replacement
-        storages, addresses = self._meet(roles.nonce)
+        storages, self._addresses = self._meet(roles.nonce)
         self._nonce = roles.nonce[:8]
         together = next(ranks for ranks in storages if rank in ranks)
         replicas = tuple(roles.replicas(rank))
@@ -120,7 +120,6 @@ class Disk:
         """Whether an update waits for a copy right now."""
         self._waited_s = 0.0
         self._bytes_s: float | None = None
-        self._courier.resume(0, addresses)
 
     def _meet(self, nonce: str) -> tuple[list[tuple[int, ...]], list[Address]]:
         """Return which ranks share a storage, and where each hears of checkpoints."""
@@ -138,6 +137,11 @@ class Disk:
         if not self._replacement:
             self._storage.remove(f"{probe}{self._rank}")
         storages = sorted({tuple(sorted(row["sees"])) for row in rows})
+        if sorted(rank for ranks in storages for rank in ranks) != [*range(self._world)]:
+            raise ValueError(
+                f"--ckpt-dir {self._storage}: ranks do not see the same files there ({storages}): give a directory "
+                "whose contents are the same at once wherever it is mounted"
+            )
         return storages, [_address(row["address"]) for row in rows]
 
     # what there is ---------------------------------------------------------------------------------------------------
@@ -170,8 +174,17 @@ class Disk:
     def first(self, generation: int, step: Step, *, saved: bool) -> None:
         """The run begins, at this step, of which there is a checkpoint already if it begins with one."""
         self._last = step if saved else None
+        self._courier.resume(generation, self._addresses)
         self._begin_at(generation, step, self._settings.every or _FIRST_AFTER)
-        self._committer.tidy()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what nobody needs any more; storage that does not answer now is asked after the next checkpoint."""
+        try:
+            self._committer.tidy(self._finder.damaged, self._last)
+        except OSError as error:
+            self._event("disk_untidy", why=str(error))
+            self._say(f"old checkpoints stay for now: {error}")
 
     def _begin_at(self, generation: int, step: Step, after: int) -> None:
         self._generation = generation
@@ -213,6 +226,10 @@ class Disk:
             PeerLost: the generation has ended meanwhile.
         """
         self._wait_for(self._task)
+        while self._due is not None and self._due < step:  # heard of too late: others may wait for what is said of it
+            task, self._due = _Task(self._due, self._generation, None), None
+            self._start(task)
+            self._wait_for(task)
         if self._last != step and self._ended != step:
             self._start(_Task(step, self._generation, small))
             self._wait_for(self._task)
@@ -240,7 +257,13 @@ class Disk:
     # a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, small: Callable[[], image.Small]) -> None:
-        """A step begins: take a checkpoint of its start, in the background, if one is due."""
+        """A step begins: take a checkpoint of its start, in the background, if one is due.
+
+        Raises:
+            PeerLost: others cannot be told of the one before any more, though nobody is known to be lost.
+        """
+        if self._task is not None and isinstance(self._task.error, PeerLost):
+            raise self._task.error
         now_s, self._now = time.monotonic(), step
         if self._began_s is not None:
             busy = self._task is not None and self._task.ended_s > self._began_s  # also if for a part of it only
@@ -287,9 +310,9 @@ class Disk:
         try:
             began_s = time.monotonic()
             part = self._written(task)
-            if task.called_off:
-                raise PeerLost("the step was interrupted", generation=task.generation)
-            found = self._committer.commit(task.step, self._save(task), part)
+            found = self._committer.commit(
+                task.step, self._save(task), part, task.generation, lambda: self._go_on(task, "committed")
+            )
             self._agree(task, found, time.monotonic() - began_s)
         except PeerLost as lost:
             task.error = lost
@@ -299,6 +322,11 @@ class Disk:
             task.copied.set()
             task.ended_s = time.monotonic()
             task.over.set()
+
+    def _go_on(self, task: _Task, doing: str) -> None:
+        """Raise if the training has gone on without it: whatever this thread does then is late."""
+        if task.called_off:
+            raise PeerLost(f"the step was interrupted while a checkpoint was {doing}", generation=task.generation)
 
     def _save(self, task: _Task) -> str:
         return f"{self._nonce}g{task.generation}"
@@ -316,8 +344,7 @@ class Disk:
         total = sum(item.nbytes for item, _ in what)
 
         def between(done: int) -> None:
-            if task.called_off:
-                raise PeerLost("the step was interrupted while a checkpoint was written", generation=task.generation)
+            self._go_on(task, "written")
             if 2 * done > total:
                 testing.point("disk_write", task.step)
             self._moved_s = time.monotonic()
@@ -345,8 +372,7 @@ class Disk:
         mine = [(item, value) for item, value in found if chosen[item.name] == self._rank]
         copies = []
         for number, (item, value) in enumerate(mine):
-            if task.called_off:
-                raise PeerLost("the step was interrupted while a checkpoint was copied", generation=task.generation)
+            self._go_on(task, "copied")
             if number == len(mine) // 2:
                 testing.point("disk_copy", task.step)
             copies.append((item, value if item.dtype is None else self._copy(item.name, shards.local(value))))
@@ -361,8 +387,7 @@ class Disk:
 
     def _agree(self, task: _Task, found: marks.Found | Refused, seconds: float) -> None:
         """All have left their marks, or know that there is no checkpoint; and learn when the next one is due."""
-        marked = float(isinstance(found, Refused))
-        refused = gate.meet(self._courier, self._rank, self._world, f"disk/{task.step}/marks", marked, _GATE_WITHIN)
+        refused = self._meet_all(task, "marks", float(isinstance(found, Refused)))
         if refused and not isinstance(found, Refused):
             found = Refused("another rank could not leave its mark")
         testing.point("disk_commit", task.step)
@@ -372,18 +397,25 @@ class Disk:
                 self._say(f"there is no checkpoint of step {task.step}: {found.why}")
         else:
             self._last = task.step
-            self._committer.tidy()
+            self._finder.committed(task.step)
+            self._tidy()
             self._event("disk_committed", step=task.step, bytes=found.nbytes, seconds=seconds)
         every = self._governor.turn().every
         margin = 2 + math.ceil(_HEARD_S / max(self._governor.baseline_s or _HEARD_S, 1e-3))
-        agreed = gate.meet(self._courier, self._rank, self._world, f"disk/{task.step}/every", every, _GATE_WITHIN)
+        agreed = self._meet_all(task, "every", every)
         self._governor.adopt(int(agreed))
         intervals = max(-(-(self._now + margin - task.step) // int(agreed)), 1)
         wanted = task.step + intervals * int(agreed)
-        due = gate.meet(self._courier, self._rank, self._world, f"disk/{task.step}/due", wanted, _GATE_WITHIN)
-        self._due = Step(int(due))
+        self._due = Step(int(self._meet_all(task, "due", wanted)))
         if isinstance(found, marks.Found):
             self._progress.committed(time.monotonic(), task.step, seconds, self._governor.explain())
+
+    def _meet_all(self, task: _Task, what: str, number: float) -> float:
+        """Learn the greatest of what all ranks say."""
+        self._go_on(task, "committed")
+        name = f"disk/{self._save(task)}/{task.step}/{what}"
+        within, generation = _GATE_WITHIN, task.generation
+        return gate.meet(self._courier, self._rank, self._world, name, number, within, generation=generation)
 
 
 def _address(value: Sequence[Any]) -> Address:

@@ -15,13 +15,15 @@ from regrow.courier import Courier
 _NUMBER = struct.Struct("<d")
 
 
-def meet(courier: Courier, rank: int, world: int, name: str, number: float, timeout: timedelta) -> float:
-    """Return when all ranks have called this with the same name; ``PeerLost`` if the generation ends before."""
+def meet(
+    courier: Courier, rank: int, world: int, name: str, number: float, timeout: timedelta, *, generation: int
+) -> float:
+    """Return when all ranks have called this with the same name; ``PeerLost`` if the generation is over before."""
     distance = 1
     while distance < world:
         told = memoryview(_NUMBER.pack(number))
-        courier.send((rank + distance) % world, f"gate/{name}/{distance}", told, stays=True)
-        heard = courier.take((rank - distance) % world, f"gate/{name}/{distance}", timeout)
+        courier.send((rank + distance) % world, f"gate/{name}/{distance}", told, stays=True, generation=generation)
+        heard = courier.take((rank - distance) % world, f"gate/{name}/{distance}", timeout, generation=generation)
         number = max(number, _NUMBER.unpack(heard)[0])
         distance *= 2
     return number

@@ -318,6 +318,7 @@ class Healer(Standing):
     def _fetch(self, action: Load | Restore, *, near: int) -> None:
         """Take a checkpoint or a snapshot, and note how long that takes. ``near``: this host."""
         began = time.monotonic()
+        self._link.send({"type": "fetching", "bytes": self._registry.state_bytes()})
         if isinstance(action, Load):
             source = Source.DISK if action.whole else Source.ROLLBACK
             self._load(action)
@@ -331,7 +332,8 @@ class Healer(Standing):
     def _load(self, action: Load) -> None:
         if action.whole:
             assert self._disk is not None
-            self._install(self._disk.read(action.step))
+            saved = self._disk.read(action.step)
+            self._install(saved, saved.world)
         else:
             assert self._stages is not None
             self._install(self._stages.checkpoints.read(action.step))

@@ -177,9 +177,14 @@ class ProtectedRun(Run):
             self._stage,
             self._place.domain(self.rank),
             courier.address if courier else ("", 0),
-            {"policy": said, **(copies.envelope() if copies else {})},
+            {
+                "policy": said,
+                "ckpt": self._place.ckpt and self._place.ckpt.said,
+                **(copies.envelope() if copies else {}),
+            },
         )
         refusals.check_policies([host["policy"] for host in roles.hosts])
+        refusals.check_checkpointing([host["ckpt"] for host in roles.hosts])
         self._bind(roles)
         self._parts.rounds = self._make_rounds(roles) if rules.heals else None
         alone = self._parts.rounds is not None
@@ -258,7 +263,7 @@ class ProtectedRun(Run):
         else:
             # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
             if saved is not None:
-                healer.begin_from(saved, self.world_size)
+                healer.begin_from(saved)
                 if self.rank == 0:
                     self._say(f"goes on at step {saved.step}, from {saved.title}")
                 self._event("begun_from", step=saved.step, world=saved.world, generation=self._fabric.generation)

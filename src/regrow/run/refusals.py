@@ -66,6 +66,22 @@ def check_policies(told: Sequence[Sequence[Any]]) -> None:
             )
 
 
+def check_checkpointing(told: Sequence[Sequence[Any] | None]) -> None:
+    """Refuse hosts that would write checkpoints at different steps: whether, how often, and what sets the budget."""
+    for rank, one in enumerate(told):
+        if one == told[0]:
+            continue
+        if one is None or told[0] is None:
+            have, lack = (0, rank) if one is None else (rank, 0)
+            raise ValueError(f"rank {have} was started with --ckpt-dir, rank {lack} without: give it to all hosts")
+        flags = ("--ckpt-every", "--ckpt-overhead", "--mtbf")
+        flag, first, other = next(row for row in zip(flags, told[0], one, strict=True) if row[1] != row[2])
+        words = ["auto" if value is None else f"{value:g}" for value in (first, other)]
+        raise ValueError(
+            f"rank 0 was started with {flag} {words[0]}, rank {rank} with {words[1]}: give all hosts the same"
+        )
+
+
 def _check_sharded(registry: Registry, *, wait_free: bool, staged: bool) -> None:
     for optimizer in registry.optimizers.values():
         if is_zero(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from regrow.courier import Address
 
-_ROLE_BYTES = 384
+_ROLE_BYTES = 512
 
 
 @dataclass(frozen=True)

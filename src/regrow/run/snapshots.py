@@ -315,7 +315,15 @@ class Snapshots:
             if self._copies is not None:
                 self._copies.put(self._shelf.whole()[task.step], None if self._pacer is None else self._pacer.pace)
             self._agree(
-                gate.meet(self._courier, self._rank, self._world, str(task.step), self._proposal(), _GATE_WITHIN)
+                gate.meet(
+                    self._courier,
+                    self._rank,
+                    self._world,
+                    str(task.step),
+                    self._proposal(),
+                    _GATE_WITHIN,
+                    generation=task.generation,
+                )
             )
         except PeerLost as lost:
             task.error = lost

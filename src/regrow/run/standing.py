@@ -80,22 +80,24 @@ class Standing:
         for buckets in self._buckets:
             buckets.settle()
 
-    def begin_from(self, saved: Saved, world: int) -> None:
+    def begin_from(self, saved: Saved) -> None:
         """The run begins with a checkpoint that an earlier one has left, perhaps with another number of ranks."""
-        self._install(saved)
+        self._install(saved, saved.world)
         self.moved = self._set_back = False  # nobody has been anywhere yet
-        if saved.world != world:
-            resized.fork(self._rank, saved.world, saved.step)
-            self._small.capture(saved.step)
 
-    def _install(self, saved: image.Image | Saved) -> None:
-        """Go back to this rank's own checkpoint or snapshot: all of its state is then that of the step's start."""
+    def _install(self, saved: image.Image | Saved, world: int | None = None) -> None:
+        """Go back to this rank's own checkpoint or snapshot: all of its state is then that of the step's start.
+
+        ``world``: how many ranks there were then; a rank that did not exist has random numbers of its own.
+        """
         self._replaced, self._perturbed = True, False
         self._updates.complete()  # whatever the interrupted step has done is overwritten
         self.step, self._left = None, self._small.left()  # if it is found damaged, this rank is its own replacement
         saved.install(self._registry)
         self._small.load_shared(saved.small.shared, saved.small.large)
         self._small.load_own(saved.small.own, cursor=True)
+        if world is not None:
+            resized.fork(self._rank, world, saved.step)
         self._layouts = saved.small.layouts
         self._left = None
         self._arrived(saved.step)
