@@ -136,6 +136,20 @@ def test_a_spilled_segment_that_is_gone_is_not_asked_for_again(journal, tmp_path
         server.close()
 
 
+@pytest.mark.parametrize(("held", "large"), [(40_000, 200_000), (25_000, 1 << 19)])
+def test_a_large_message_makes_room_for_itself(journal, monkeypatch, held, large):
+    """At most half of the memory is used, and what is free does not do: nothing is given up for that."""
+    monkeypatch.setattr("regrow.journal.log._WAIT_S", 20.0)
+    sent = [torch.randn(size) for size in (held, held, held, large, held)]
+    began = time.monotonic()
+    for step, tensor in enumerate(sent):
+        write(journal, step, tensor)
+    assert time.monotonic() - began < 15
+    assert journal.kept_from == 0
+    for step, tensor in enumerate(sent):
+        assert torch.equal(values(read(journal, step)[0]), tensor)
+
+
 def test_a_message_larger_than_all_memory(journal):
     tensor = torch.randn(1 << 20)
     write(journal, 0, tensor)
@@ -452,6 +466,25 @@ def test_what_is_being_sent_stays_where_it_is(tmp_path):
     assert torch.equal(pin.tensor, sent)
     journal.unpin([pin])
     assert journal.memory_bytes <= 1 << 20
+    journal.close()
+
+
+def test_one_small_message_that_is_being_sent_holds_its_whole_segment(tmp_path):
+    """Between large messages, which have segments of their own, each small one would begin another."""
+    journal = Journal(tmp_path, memory_bytes=4 << 20, segment_bytes=1 << 20)
+    pins = []
+    for _ in range(20):
+        pins.append(journal.append(1, 0, TO_1, torch.ones(4), pin=True))
+        journal.append(1, 0, TO_2, torch.ones(300_000))
+    taken = [pin for pin in pins if pin is not None]
+    assert len(taken) == 1
+    assert journal.memory_bytes <= 4 << 20
+    journal.unpin(taken)
+    taken = [journal.append(1, 0, TO_1, torch.ones(4), pin=True) for _ in range(2)]  # both in one segment
+    assert None not in taken
+    journal.unpin(taken[:1])
+    journal.append(1, 0, TO_2, torch.ones(300_000))
+    assert journal.append(1, 0, TO_1, torch.ones(4), pin=True) is None
     journal.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_draws_the_frontier(profile, tmp_path, capsys):
         ({"bandwidth": "fast"}, "1GB", "could not convert"),
         ({"extra": 1}, "1GB", "extra is unknown"),
         ({}, "much", "is no size"),
+        (
+            {"checkpoint_every": math.inf},
+            "1GB",
+            "checkpoint_every must be a whole number from 1 to 1000000000000, not inf",
+        ),
+        ({"checkpoint_every": math.nan}, "1GB", "checkpoint_every must be a whole number"),
+        ({"checkpoint_every": 10**400}, "1GB", "checkpoint_every: int too large"),
+        ({"checkpoint_every": 2.5}, "1GB", "not 2.5"),
+        ({"checkpoint_every": None}, "1GB", "checkpoint_every: float() argument must be"),
+        ({"ranks_per_machine": 0}, "1GB", "ranks_per_machine must be a whole number from 1"),
+        ({"replay_s": "1231"}, "1GB", "replay_s must be a list of numbers, not '1231'"),
+        ({"boundary_bytes": {"1": 2}}, "1GB", "boundary_bytes must be a list of numbers"),
     ],
 )
 def test_one_sentence_for_what_is_wrong(profile, capsys, change, cap, why):
@@ -67,6 +80,12 @@ def test_a_profile_that_is_none(tmp_path, capsys):
     (tmp_path / "no.json").write_text("no")
     assert main(["plan", "logging", str(tmp_path / "no.json"), "--cap", "1GB"]) == 2
     assert "not JSON" in capsys.readouterr().err
+
+
+def test_a_profile_without_end(profile, capsys):
+    profile.write_text("[" * 100_000)
+    assert main(["plan", "logging", str(profile), "--cap", "1GB"]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Reads a profile, prints the best grouping beside the paper's greedy one and the 
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from regrow.sizes import parse_bytes, show_bytes
 
 _FIELDS = {"replay_s", "boundary_bytes", "bandwidth", "checkpoint_every", "ranks_per_machine"}
 _ROWS = 24
+_MOST = 10**12
 
 
 def read_profile(path: Path) -> tuple[Chain, int]:
@@ -24,6 +26,8 @@ def read_profile(path: Path) -> tuple[Chain, int]:
         raise ValueError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     if not isinstance(profile, dict):
         raise ValueError(f"{path} must hold an object with {', '.join(sorted(_FIELDS))}")
     unknown, missing = set(profile) - _FIELDS, _FIELDS - {"ranks_per_machine"} - set(profile)
@@ -32,14 +36,34 @@ def read_profile(path: Path) -> tuple[Chain, int]:
         raise ValueError(f"{path}: {', '.join(wrong)}")
     try:
         chain = Chain(
-            replay_s=tuple(float(value) for value in profile["replay_s"]),
-            boundary_bytes=tuple(float(value) for value in profile["boundary_bytes"]),
-            bandwidth=float(profile["bandwidth"]),
-            interval=int(profile["checkpoint_every"]),
+            replay_s=_numbers("replay_s", profile["replay_s"]),
+            boundary_bytes=_numbers("boundary_bytes", profile["boundary_bytes"]),
+            bandwidth=_number("bandwidth", profile["bandwidth"]),
+            interval=_whole("checkpoint_every", profile["checkpoint_every"]),
         )
-        return chain, int(profile.get("ranks_per_machine", 1))
-    except (TypeError, ValueError) as error:
+        return chain, _whole("ranks_per_machine", profile.get("ranks_per_machine", 1))
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _numbers(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list):  # a string has elements, too
+        raise ValueError(f"{name} must be a list of numbers, not {reprlib.repr(value)}")
+    return tuple(_number(name, each) for each in value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _whole(name: str, value: Any) -> int:
+    number = _number(name, value)
+    if not (number.is_integer() and 1 <= number <= _MOST):
+        raise ValueError(f"{name} must be a whole number from 1 to {_MOST}, not {reprlib.repr(value)}")
+    return int(number)
 
 
 def domain_flag(grouping: Grouping, ranks_per_machine: int) -> str:

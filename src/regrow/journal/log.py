@@ -55,6 +55,8 @@ class Journal:
         """The first step that is not complete."""
         self._current = -1
         self._disk_fails = False
+        self._needed = 0
+        """Bytes of the message that waits for memory."""
         self._from = 0
         self._closed = False
         self.bytes_appended = 0
@@ -143,12 +145,14 @@ class Journal:
         waited = 0.0
         with self._changed:
             self._segments.finish()
+            self._needed = length
             self._changed.notify_all()  # it may be written to disk
             began = time.monotonic()
             while not self._segments.fits(length) and self._oldest() is not None:
                 if not self._changed.wait(_WAIT_S):
                     self._give_up_oldest(f"the disk took no segment for {_WAIT_S:.0f} s")
                 waited = time.monotonic() - began
+            self._needed = 0
             segment = self._segments.add(length)
         if waited > _WORTH_SAYING_S:
             self.waited_s += waited
@@ -273,8 +277,9 @@ class Journal:
                 self._spill(segment)
 
     def _due(self) -> Segment | None:
-        """Return the segment to be written next, if memory is scarce."""
-        return self._oldest() if self._segments.scarce else None
+        """Return the segment to be written next, if memory is scarce, or too little for a message that waits for it."""
+        needed = self._needed > 0 and not self._segments.fits(self._needed)
+        return self._oldest() if needed or self._segments.scarce else None
 
     def _spill(self, segment: Segment) -> None:
         with self._changed:

@@ -79,6 +79,7 @@ class Segments:
         self._free: list[tuple[np.ndarray[Any, np.dtype[np.uint8]], torch.Tensor]] = []
         self._count = 0
         self._pinned_bytes = 0
+        """Sizes of all segments with a record that is pinned."""
         self.in_memory = 0
         """Memory held now, free segments included."""
 
@@ -148,17 +149,24 @@ class Segments:
             return file.read(entry.length)
 
     def pin(self, entry: Entry) -> bool:
-        """Let a record's memory stay as it is; not if too much is pinned already to keep within the bound."""
-        if self._pinned_bytes + entry.length > self._memory_bytes // 4:
-            return False
-        entry.segment.pinned += 1
-        self._pinned_bytes += entry.length
+        """Let a record's memory stay as it is; not if too much is pinned already to keep within the bound.
+
+        One record holds all of its segment's memory, and so that is what counts.
+        """
+        segment = entry.segment
+        if not segment.pinned:
+            if self._pinned_bytes + segment.size > self._memory_bytes // 4:
+                return False
+            self._pinned_bytes += segment.size
+        segment.pinned += 1
         return True
 
     def unpin(self, entry: Entry) -> None:
         """A record that was pinned may go."""
-        entry.segment.pinned -= 1
-        self._pinned_bytes -= entry.length
+        segment = entry.segment
+        segment.pinned -= 1
+        if not segment.pinned:
+            self._pinned_bytes -= segment.size
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Nobody will ask for these records any more; ``sweep`` frees what that leaves."""

@@ -23,6 +23,7 @@ from regrow.state import checkpoint, image
 from regrow.state.registry import Registry
 
 _COMMIT_S = 600.0
+_AGAIN_S = 1.0
 _FIRST_S = 600.0
 
 Say = Callable[[str], None]
@@ -59,6 +60,9 @@ class Checkpoints:
         self.bytes_s: float | None = None
         """At how many bytes a second the last one was written."""
         self._bad: dict[Step, str] = {}
+        self._under_way: set[Step] = set()
+        """Those being written, or written and not committed yet: a step that begins again has its checkpoint."""
+        self._closing = threading.Event()
         self._settled = threading.Lock()  # several commits may end at once
         self._committed: list[Step] = []
         self._refused: set[Step] = set()
@@ -86,13 +90,14 @@ class Checkpoints:
 
         Training goes on without it where it cannot be written, and that is said.
         """
-        self._writer.save(step, small)
+        self._save(step, small)
         if not self._writer.wait(_FIRST_S):
             self._say(f"the first checkpoint is not written after {_FIRST_S:.0f} s; {self._what_a_loss_costs()}")
 
     def at_start(self, step: Step, small: image.Small) -> None:
         """Take a checkpoint if one is due at the start of this step."""
-        due = step != 0 and step % self._every == 0 and (step not in self._committed or step in self._bad)
+        lacking = step not in self._under_way and (step not in self._committed or step in self._bad)
+        due = step != 0 and step % self._every == 0 and lacking
         if not due and not self._at_once:
             return
         if self._writer.busy:
@@ -101,8 +106,12 @@ class Checkpoints:
             return
         began = time.monotonic()
         self._at_once = False
-        self._writer.save(step, small)
+        self._save(step, small)
         self._event("checkpoint_taken", step=step, seconds=time.monotonic() - began)
+
+    def _save(self, step: Step, small: image.Small) -> None:
+        self._under_way.add(step)
+        self._writer.save(step, small)
 
     def forget_all(self) -> None:
         """The state is none that these lead to: remove them, and take another one at once."""
@@ -111,6 +120,7 @@ class Checkpoints:
             for step in checkpoint.saved(self._directory):
                 self._writer.remove(step)
             self._committed.clear()
+            self._under_way.clear()
         self._at_once = True
 
     def read(self, step: Step) -> image.Image:
@@ -129,6 +139,7 @@ class Checkpoints:
 
     def _distrust(self, step: Step, error: Exception) -> None:
         self._bad[step] = str(error)
+        self._under_way.discard(step)
         self._say(f"{error}; it is not used")
         self._event("checkpoint_damaged", step=step, why=str(error))
 
@@ -137,6 +148,7 @@ class Checkpoints:
         if nbytes < 0:
             self._say(f"{self._writer.failure}; {self._what_a_loss_costs()}")
             self._event("checkpoint_failed", step=step, why=self._writer.failure)
+            self._under_way.discard(step)
             self._refuse(step)
             return
         testing.point("checkpoint_written", step)
@@ -189,23 +201,41 @@ class Checkpoints:
 
     def _commit(self, step: Step) -> None:
         """Wait until every rank has written its part; from then on nobody needs what was sent before."""
-        done, _ = self._keys(step)
-        try:
-            self._ask("set", key=done[self._rank])
-            self._ask("wait", keys=done, timeout_s=_COMMIT_S)
-            committed = self._is_committed(step)
-        except (TimeoutError, LinkLost):
+        committed = self._agreed(step)
+        if committed is None:
+            self._under_way.discard(step)
             return
         if not committed:
             self._refused.add(step)
+            self._under_way.discard(step)
             self._tidy()
             self._event("checkpoint_refused", step=step)
             return
         testing.point("checkpoint_commit", step)
         self._committed.append(step)
+        self._under_way.discard(step)
         self._on_committed(step)
         self._tidy()
         self._event("checkpoint_committed", step=step)
+
+    def _agreed(self, step: Step) -> bool | None:
+        """Wait until every rank is done with its part; whether all have one; ``None`` if nobody asks any more.
+
+        However long it takes: a rank that replays comes to this step late, and if it were then the only one to count it
+        as committed, the ranks would not keep the same checkpoints.
+        """
+        done, _ = self._keys(step)
+        while not self._closing.is_set() and step in self._under_way and step >= max(self._committed, default=step):
+            try:
+                self._ask("set", key=done[self._rank])
+                self._ask("wait", keys=done, timeout_s=_COMMIT_S)
+                committed = self._is_committed(step)
+                return committed if step in self._under_way else None  # all may have begun anew meanwhile
+            except TimeoutError:
+                self._closing.wait(_AGAIN_S)  # a store that is not there for a moment answers at once
+            except LinkLost:
+                break
+        return None
 
     def _tidy(self) -> None:
         """Delete the checkpoints that nobody will ask for."""
@@ -218,6 +248,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """All ranks are done: nothing of this is needed any more."""
+        self._closing.set()
         self._writer.wait(10.0)
         shutil.rmtree(self._directory, ignore_errors=True)
         with contextlib.suppress(OSError):

@@ -8,13 +8,16 @@ all of that happens, and the flags that say that it has. ``tests/test_pipeline_s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from regrow.errors import Unrecoverable
 from regrow.group import Fabric
+from regrow.ids import Step
 
 _FLAGS = ("_stage_forward_initialized", "_stage_backward_initialized")  # of one stage; those of several have an s
+_END = b"\n"  # of the step, which stands before the record
 METHOD = "_initialize_pp_stages"
 OF_A_STEP = ("_internal_losses", "backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops")
 OF_A_STEP_IN_STAGES = ("backward_state", "dw_runner", "bwd_cache")
@@ -24,6 +27,20 @@ def is_schedule(value: Any) -> bool:
     """Whether this is one of ``torch.distributed.pipelining``'s schedules. Imports nothing."""
     module = sys.modules.get("torch.distributed.pipelining.schedules")
     return module is not None and isinstance(value, (module.PipelineScheduleSingle, module.PipelineScheduleMulti))
+
+
+def to_be_made_again(told: Sequence[tuple[bool, Step | None]], positions: Sequence[Step]) -> bool:
+    """Whether somebody was lost in the middle of a first contact; ``told``: each rank's ``made`` and ``step``.
+
+    Raises:
+        Unrecoverable: somebody goes on after that step, and so will not take part in it again.
+    """
+    made = [made for made, _ in told]
+    if all(made) or not any(made):
+        return False
+    if max(positions) > min(step for _, step in told if step is not None):
+        raise Unrecoverable("a stage was lost in its first contact with the others, but some have gone on")
+    return True
 
 
 class Contact:
@@ -41,14 +58,22 @@ class Contact:
         record: bytes | None,
         keep: Callable[[bytes], None],
         preserving: Callable[[], AbstractContextManager[None]],
+        now: Callable[[], Step],
     ) -> None:
+        """``now`` tells the step in progress; ``record`` is what ``keep`` was given by a predecessor."""
         self._schedule = schedule
         self._fabric = fabric
         self._keep = keep
         self._preserving = preserving
-        self._record = record
+        self._now = now
+        self._record: bytes | None = None
         self.made = record is not None
         """Whether this rank has made it, or has the record of a predecessor that did."""
+        self.step: Step | None = None
+        """The step in which it was made, or is being made."""
+        if record is not None:
+            step, _, self._record = record.partition(_END)
+            self.step = Step(int(step))
         if not hasattr(schedule, METHOD) or not (_plural(schedule) or hasattr(schedule, _FLAGS[0])):
             raise RuntimeError("this PyTorch's pipeline schedules are built differently: regrow supports torch 2.13")
         self._original = getattr(schedule, METHOD)
@@ -69,9 +94,10 @@ class Contact:
             if given is not None:
                 with self._fabric.replaying(given):
                     return self._original(stages, args, kwargs, target, forward, backward, **more)
+            step = self.step = self._now()
             with self._fabric.recording() as recorder:
                 result = self._original(stages, args, kwargs, target, forward, backward, **more)
-        self._keep(recorder.bytes())
+        self._keep(b"%d%b%b" % (step, _END, recorder.bytes()))
         self.made = True
         return result
 
@@ -79,6 +105,7 @@ class Contact:
         """Somebody was lost in the middle of it: everyone makes it anew."""
         self._record = None
         self.made = False
+        self.step = None
         for name in _FLAGS:
             name = name.replace("_stage_", "_stages_") if _plural(self._schedule) else name
             setattr(self._schedule, name, False)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.courier import Address, Courier
-from regrow.errors import LinkLost, PeerLost, Unrecoverable
+from regrow.errors import LinkLost, PeerLost
 from regrow.group import MESSAGES, Fabric
 from regrow.ids import Rank, Step
 from regrow.journal import Journal, Server
@@ -26,7 +26,7 @@ from regrow.plan import Plan, Replay
 from regrow.rules import Rules, Source
 from regrow.run.checkpointing import Checkpointing
 from regrow.run.commits import Checkpoints
-from regrow.run.contact import Contact
+from regrow.run.contact import Contact, to_be_made_again
 from regrow.run.copies import Host
 from regrow.run.helping import BuildStage, Helper, Line
 from regrow.run.link import Link
@@ -195,19 +195,16 @@ class Stages:
         return {
             "journal": list(self._server.address),
             "courier": list(self._courier.address),
-            "contacts": [contact.made for contact in self.contacts],
+            "contacts": [(contact.made, contact.step) for contact in self.contacts],
         }
 
     def resume(self, generation: int, plan: Plan, envelopes: Sequence[dict[str, Any]]) -> None:
         """All ranks know where all go on."""
         positions = plan.positions
         for number, contact in enumerate(self.contacts):
-            made = [envelope["contacts"][number] for envelope in envelopes if number < len(envelope["contacts"])]
-            if all(made) or not any(made):
-                continue
-            if max(positions) > 0:
-                raise Unrecoverable("a stage was lost in its first contact with the others, but some have gone on")
-            contact.again()
+            told = [envelope["contacts"][number] for envelope in envelopes if number < len(envelope["contacts"])]
+            if to_be_made_again(told, positions):
+                contact.again()
         self._courier.resume(generation, [_address(envelope["courier"]) for envelope in envelopes])
         self.transport.resume(generation, positions, [_address(envelope["journal"]) for envelope in envelopes])
         replays = [action for action in plan.actions if isinstance(action, Replay)]
@@ -322,7 +319,14 @@ class Stages:
         def keep(made: bytes) -> None:
             self._link.ask({"type": "store", "op": "set", "key": key}, made, timeout_s=30.0)
 
-        return Contact(schedule, self._fabric, record=record, keep=keep, preserving=self._preserving)
+        return Contact(
+            schedule,
+            self._fabric,
+            record=record,
+            keep=keep,
+            preserving=self._preserving,
+            now=lambda: self.transport.step,
+        )
 
     def _journal_event(self, name: str, **fields: Any) -> None:
         self._event(name, **fields)

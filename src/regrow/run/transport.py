@@ -58,6 +58,8 @@ class Transport:
         self._first = Step(0)
         self._generation = 0
         self._ahead: frozenset[int] = frozenset()
+        self._others_behind = False
+        """Whether somebody went on at an earlier step than this rank."""
         self._recorded: dict[int, Messages] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._pending: list[RecordedWork] = []
@@ -84,7 +86,10 @@ class Transport:
             fetcher.close()
         self._generation = generation
         self._positions = positions
+        # whoever goes on there or earlier writes that step of its journal anew
+        self.damaged = {(rank, step) for rank, step in self.damaged if positions[rank] > step}
         mine = positions[self._rank]
+        self._others_behind = min(positions) < mine
         self._fetchers = {
             rank: Fetcher(
                 rank,
@@ -276,8 +281,8 @@ class Transport:
             if not _on_host(tensors):
                 return None
             (tensor,) = tensors
-            catching_up = self._positions[peer] < self._positions[self._rank]
-            timeout = CATCHES_UP_WITHIN if catching_up else group.timeout
+            # not only if the sender is behind: it may itself wait for one that is
+            timeout = CATCHES_UP_WITHIN if self._others_behind else group.timeout
             return self._courier.receive(peer, _name(channel), tensor, timeout)
         for tensor in tensors:
             self._next(peer, channel).copy_to(tensor)
