@@ -6,12 +6,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrow import testing
-from regrow.courier import Courier
 from regrow.ddp import Buckets, Reductions, find_ddp
 from regrow.errors import PeerLost
 from regrow.group import Fabric
@@ -19,30 +17,23 @@ from regrow.ids import Generation, Rank
 from regrow.ids import Step as StepNumber
 from regrow.journal import Damaged
 from regrow.peer.memory import Shelf
-from regrow.rules import Policy
 from regrow.run import raised, refusals, warm
 from regrow.run.base import Run
-from regrow.run.checkpointing import Checkpointing
-from regrow.run.copies import Copies
 from regrow.run.heal import Healer
 from regrow.run.link import Link, WorldView
-from regrow.run.mirror import MirroredSlots
-from regrow.run.pacing import Pacer
+from regrow.run.making import Maker, Scene
 from regrow.run.parts import Parts
-from regrow.run.rank_blocks import RankBlocks
 from regrow.run.roles import Roles
-from regrow.run.rounds import Rounds, directory_for
 from regrow.run.shared_step import Unshareable
-from regrow.run.snapshots import Snapshots
-from regrow.run.stages import Place, Stages
+from regrow.run.stages import Place
 from regrow.run.step import Step
 from regrow.run.tolls import Tolls
-from regrow.slots import Slots
+from regrow.slots import Left
 from regrow.state.small import SmallState
 from regrow.updates import Updates
 
 if TYPE_CHECKING:
-    from regrow.run.disk import Disk
+    from regrow.disk.saved import Saved
 
 _REDUCTIONS_BY_BROADCAST = ("broadcast",)
 
@@ -71,7 +62,6 @@ class ProtectedRun(Run):
         self._fabric = fabric
         self._replacement = replacement
         self._small_state_path = small_state_path
-        self._slots = Slots(small_state_path)
         self._dead_after_s = dead_after_s
         self._in_step = False
         self._interrupted: str | None = None
@@ -162,77 +152,24 @@ class ProtectedRun(Run):
                 "nothing is protected: call run.protect(model=model, optimizer=optimizer) before run.steps()"
             )
         self._started = True
-        rules = replace(self._place.rules, approximate=self._approximate is not None)
-        courier = copies = None
-        committing = rules.policy is Policy.COMMIT
-        snapshotting = committing or (rules.heals and self._registry.sharded)
-        if self._stage is not None or snapshotting:
-            courier = Courier(self.rank, self._place.host_addr, self._place.token, self._say)
-        if rules.heals or committing:
-            copies = self._copies()
-        if copies is not None and not snapshotting:  # of sharded state it is a part of the snapshots
-            self._slots = self._parts.mirror = MirroredSlots(self._small_state_path, copies)
-        said = [rules.policy.value, self._place.snapshot_every if committing else None]
-        roles = Roles.exchange(
-            self._stage,
-            self._place.domain(self.rank),
-            courier.address if courier else ("", 0),
-            {
-                "policy": said,
-                "ckpt": self._place.ckpt and self._place.ckpt.said,
-                **(copies.envelope() if copies else {}),
-            },
-        )
-        refusals.check_policies([host["policy"] for host in roles.hosts])
-        refusals.check_checkpointing([host["ckpt"] for host in roles.hosts])
+        parts = self._parts
+        maker = Maker(self._scene(), parts)
+        roles = maker.meet()
         self._bind(roles)
-        self._parts.rounds = self._make_rounds(roles) if rules.heals else None
-        alone = self._parts.rounds is not None
-        self._small = SmallState(self._registry, self._slots, self._loader, leave_shared=alone)
-        if courier is not None and self._stage is None:
-            self._parts.snapshots = Snapshots(
-                Rank(self.rank),
-                self.world_size,
-                shelf=self._shelf,
-                slots=self._slots,
-                courier=courier,
-                copies=copies,
-                registry=self._registry,
-                ranks_here=self._place.ranks_here,
-                pacer=self._pacer(copies),
-                every=self._place.snapshot_every,
-                blocking=committing,
-                superseded=lambda: self._link.generation != self._fabric.generation,
-                say=self._say,
-                event=self._event,
-            )
-        elif courier is not None:
-            self._parts.stages = Stages(
-                rank=Rank(self.rank),
-                roles=roles,
-                place=self._place,
-                link=self._link,
-                fabric=self._fabric,
-                courier=courier,
-                registry=self._registry,
-                preserving=lambda: healer.preserving(),
-                schedules=self._schedules,
-                build_stage=self._build_stage,
-                checkpoint_dir=self._checkpoint_dir,
-                checkpoint_every=self._checkpoint_every,
-                replacement=self._replacement,
-            )
-        if self._place.ckpt is not None:
-            self._parts.disk = self._make_disk(self._place.ckpt, roles)
-        self._updates = Updates(self._registry, exact=self._exact, undo=rules.heals and self._parts.snapshots is None)
+        maker.rounds(roles, lambda: [] if self._small is None else self._small.captured()[2])
+        self._small = SmallState(self._registry, maker.slots, self._loader, leave_shared=parts.rounds is not None)
+        maker.snapshots_or_stages(
+            roles,
+            lambda: healer.preserving(),
+            schedules=self._schedules,
+            build_stage=self._build_stage,
+            checkpoint_dir=self._checkpoint_dir,
+            checkpoint_every=self._checkpoint_every,
+        )
+        maker.disk(roles)
+        self._updates = Updates(self._registry, exact=self._exact, undo=maker.rules.heals and parts.snapshots is None)
         if self._wait_free:
             self._updates.expect_early_updates()
-        buckets = []
-        for module in self._registry.modules.values():
-            for ddp in find_ddp(module):
-                buckets.append(Buckets(ddp, self._fabric))
-                if self._wait_free:
-                    Reductions(ddp, buckets[-1], self._updates)
         self._healer = healer = Healer(
             rank=Rank(self.rank),
             link=self._link,
@@ -240,92 +177,78 @@ class ProtectedRun(Run):
             registry=self._registry,
             small=self._small,
             updates=self._updates,
-            buckets=buckets,
-            stages=self._parts.stages,
-            snapshots=self._parts.snapshots,
-            mirror=self._parts.mirror,
-            disk=self._parts.disk,
-            rounds=self._parts.rounds,
+            buckets=self._buckets(self._updates),
+            stages=parts.stages,
+            snapshots=parts.snapshots,
+            mirror=parts.mirror,
+            disk=parts.disk,
+            rounds=parts.rounds,
             dead_after_s=self._dead_after_s,
-            rules=rules,
+            rules=maker.rules,
             tolls=self._tolls,
         )
         self._updates.before_update = self._before_update
-        self._updates.before_early_update = self._parts.settle
-        saved = self._parts.disk.find() if self._parts.disk is not None else None
+        self._updates.before_early_update = parts.settle
+        saved = parts.disk.find() if parts.disk is not None else None
         if self._replacement:
-            healer.arrive(self._slots.left())
-            self._fabric.go_live()
-            self._link.on_generation = self._sever
-            self._waiting = True
-            healer.join()
-            self._waiting = False
+            self._take_over(healer, maker.slots.left())
         else:
-            # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
-            if saved is not None:
-                healer.begin_from(saved)
-                if self.rank == 0:
-                    self._say(f"goes on at step {saved.step}, from {saved.title}")
-                self._event("begun_from", step=saved.step, world=saved.world, generation=self._fabric.generation)
-            healer.capture()
-            begin = healer.step or StepNumber(0)
-            self._parts.first(self._fabric.generation, begin, healer.small_part, roles, saved=saved is not None)
-            size = sum(param.tensor.nbytes for param in self._registry.params)
-            self._link.on_generation = self._sever
-            kept = self._parts.snapshots is not None or self._parts.disk is not None
-            done = {"type": "setup_done", "step": begin, "param_bytes": size, "kept": kept}
-            self._link.send(done, self._fabric.seal())
+            self._begin(healer, roles, saved)
         self._fabric.before_collective = self._before_collective
         return healer
 
-    def _make_rounds(self, roles: Roles) -> Rounds | None:
-        """Return this rank's running checkpoint, if one may ever be used: not of plain replicas."""
-        if self._approximate is None or (self._stage is None and not self._registry.sharded):
-            return None
-        rank = Rank(self.rank)
-        return Rounds(
-            self._approximate,
-            directory_for(rank, roles.nonce, self._place.ckpt, self._place.scratch),
-            RankBlocks(self._registry, lambda: [] if self._small is None else self._small.captured()[2]),
-            slots=self._slots,
-            say=self._say,
-            event=self._event,
-        )
-
-    def _make_disk(self, settings: Checkpointing, roles: Roles) -> Disk:
-        from regrow.run.disk import Disk  # takes seconds, and most runs do without
-
-        return Disk(
-            Rank(self.rank),
-            roles,
-            settings=settings,
-            courier=Courier(self.rank, self._place.host_addr, self._place.token, self._say),
+    def _scene(self) -> Scene:
+        return Scene(
+            rank=Rank(self.rank),
+            world_size=self.world_size,
+            place=self._place,
+            link=self._link,
+            fabric=self._fabric,
             registry=self._registry,
+            small_state_path=self._small_state_path,
+            shelf=self._shelf,
             replacement=self._replacement,
-            superseded=lambda: self._link.generation != self._fabric.generation,
+            stage=self._stage,
+            approximate=self._approximate,
             say=self._say,
             event=self._event,
         )
 
-    def _copies(self) -> Copies | None:
-        """Return what brings this rank's snapshots to other hosts, if there are any."""
-        if self._place.host is None:
-            return None
-        return Copies(
-            Rank(self.rank),
-            self._place.host,
-            self._place.token,
-            superseded=lambda: self._link.generation != self._fabric.generation,
-            say=self._say,
-            event=self._event,
-        )
+    def _buckets(self, updates: Updates) -> list[Buckets]:
+        """Return what knows the layout of each DDP's buckets."""
+        buckets = []
+        for module in self._registry.modules.values():
+            for ddp in find_ddp(module):
+                buckets.append(Buckets(ddp, self._fabric))
+                if self._wait_free:
+                    Reductions(ddp, buckets[-1], updates)
+        return buckets
 
-    def _pacer(self, copies: Copies | None) -> Pacer | None:
-        """Return what keeps snapshots that go to other hosts out of the collectives' way."""
-        if copies is None:
-            return None
-        parts = self._parts
-        return Pacer(self._fabric, copies.look, lambda: parts.snapshots is not None and parts.snapshots.waiting)
+    def _take_over(self, healer: Healer, left: Left) -> None:
+        """This is a replacement: hold what its predecessor left, and join the others."""
+        healer.arrive(left)
+        self._fabric.go_live()
+        self._link.on_generation = self._sever
+        self._waiting = True
+        healer.join()
+        self._waiting = False
+
+    def _begin(self, healer: Healer, roles: Roles, saved: Saved | None) -> None:
+        """The run begins, or goes on from a checkpoint of an earlier one."""
+        if saved is not None:
+            healer.begin_from(saved)
+            if self.rank == 0:
+                self._say(f"goes on at step {saved.step}, from {saved.title}")
+            self._event("begun_from", step=saved.step, world=saved.world, generation=self._fabric.generation)
+        # Captured before anyone hears that the set-up is done: a replacement of this rank needs it from then on.
+        healer.capture()
+        begin = healer.step or StepNumber(0)
+        self._parts.first(self._fabric.generation, begin, healer.small_part, roles, saved=saved is not None)
+        size = sum(param.tensor.nbytes for param in self._registry.params)
+        self._link.on_generation = self._sever
+        kept = self._parts.snapshots is not None or self._parts.disk is not None
+        done = {"type": "setup_done", "step": begin, "param_bytes": size, "kept": kept}
+        self._link.send(done, self._fabric.seal())
 
     def _before_update(self) -> None:
         assert self._healer is not None

@@ -29,6 +29,7 @@ from regrow.run.approximate import Approximate
 from regrow.run.checkpointing import Checkpointing
 from regrow.run.rank_blocks import RankBlocks
 from regrow.slots import Slots
+from regrow.state import image
 
 _CLOSE_S = 10.0
 
@@ -183,7 +184,8 @@ class Rounds:
         try:
             found = read(self._directory)
         except (OSError, ValueError) as error:
-            raise PeerLost(f"the running checkpoint cannot be read: {error}") from error
+            unread = image.Damaged(f"the running checkpoint cannot be read: {error}")
+            raise PeerLost(str(unread)) from unread  # nobody else can find that out: no need to wait for them
         for text in found.damaged:
             self._say(f"running checkpoint: {text}")
         if missing := self._blocks.missing(found.records):
@@ -191,7 +193,7 @@ class Rounds:
             self._event("running_incomplete", step=step, missing=missing, damaged=found.damaged)
             sentence = f"of {len(missing)} blocks, {missing[0]} for one, the running checkpoint has nothing whole"
             self._say(f"{sentence}: it is not used")
-            raise PeerLost(sentence)
+            raise PeerLost(sentence) from image.Damaged(sentence)
         large = self._blocks.install(found.records)
         self._ages = _ages(found.records)
         stale = {name: max(step - record.iteration, 0) for name, record in found.records.items()}
