@@ -26,7 +26,7 @@ check: setup
 
 # a file's tests stay together: they share undisturbed runs
 test: setup system
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 12
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12
 
 test-all: setup system
 	REGROW_TEST_ALL=1 $(BIN)/python -m pytest -q -n 2 --durations 12

@@ -3,17 +3,10 @@
 import os
 import select
 import socket
-from collections import Counter
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
-
-
-def pytest_collection_modifyitems(items):
-    """Files of few tests start whole jobs: they come first, and the many quick ones fill the end evenly."""
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (tests[item.path], str(item.path)))
 
 
 @pytest.fixture
