@@ -54,7 +54,7 @@ def measure(home: Path, ckpt: Path, chosen: int, cycles: int) -> tuple[dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=12, help="how much to measure; 1 for a quick look")
+    parser.add_argument("--cycles", type=int, default=10, help="how much to measure; 1 for a quick look")
     parser.add_argument("--find", type=int, default=400, help="steps in which the run finds how often")
     args = parser.parse_args()
     OUT.parent.mkdir(parents=True, exist_ok=True)

@@ -64,10 +64,12 @@ def blocks(found: int, cycles: int) -> list[Block]:
     """Return blocks in which checkpoints are saved in some way, each between two without any.
 
     The ways are what the run has found, saving while everyone waits, and other intervals. A block is as short as it can
-    be, since the machine's speed drifts: one interval, or several short ones.
+    be, since the machine's speed drifts: one interval, or several short ones. What the run has found comes between any
+    two others, so that there is enough of it to tell a percent of a step from the machine's moods.
     """
     sweep = sorted({max(found // 4, 1), max(found // 2, 1), 2 * found} - {found})
-    modes = [("chosen", found), ("sync", found), *((f"every {k}", k) for k in sweep)]
+    others = [("sync", found), *((f"every {k}", k) for k in sweep)]
+    modes = [mode for other in others for mode in (("chosen", found), other)]
     beside = max(found // 2, 4)
     order = [Block("none", 0, WARM_UP, beside)]
     for cycle in range(cycles):
